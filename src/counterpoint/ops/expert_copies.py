@@ -62,6 +62,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self.flags = Flags(group, device, agreement, RESTING)
         self.signals = Signals(self.flags)
+        self._have_triton = set(agreement.exchange(b"Triton" if has_triton() else b"no Triton")) == {b"Triton"}
         self._order = CallOrder(self.flags.watch)
         # whether a pass, or what is sent ahead of one, has begun and not ended: its flags are not at rest
         self._is_open = self._is_ahead = False
@@ -156,7 +157,7 @@ class ExpertCopies(AbstractExpertCopies):
 
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
-        return has_triton() and rows.num_bytes % VECTOR_BYTES == 0
+        return self._have_triton and rows.num_bytes % VECTOR_BYTES == 0
 
     def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The kernel has a stream of its own."""

@@ -37,8 +37,8 @@ class ExpertRouting:
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
     groups of experts per rank; 0 if rows go by the library's all-to-all. `pair_bytes`: what the busiest pair of ranks
-    exchanges. `gathered`: every rank's row of the exchange of
-    counts, on the host, from which `route_again` makes this routing.
+    exchanges. `gathered`: every rank's row of the exchange of counts, on the host, from which `route_again` makes this
+    routing.
     """
 
     def __init__(

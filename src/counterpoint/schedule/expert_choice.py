@@ -117,7 +117,8 @@ def obstacle_to_exchange(pair_bytes: int) -> str:
     faster = "faster" if size.status == "measured" else "assumed to be faster"
     return (
         f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}; below {format_bytes(least)} the library's "
-        f"all-to-all is {faster}"
+        f"all-to-all is {faster} than copies (in forward, `ops.expert_ffn` may still gain: a kernel sends the tokens before "
+        "the host knows the counts, which is not simulated)"
     )
 
 
