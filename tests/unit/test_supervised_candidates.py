@@ -220,6 +220,14 @@ def test_a_summary_is_short_and_leaves_many_refusals_to_the_plan() -> None:
     assert decided(refusals[:1] * 9).summary == "nothing to try: reason 0"
 
 
+def test_a_plan_lists_a_reason_once_with_the_number_of_kernels() -> None:
+    alike = [Refusal(control="residency_cap", target=f"k{number}", reason="no room") for number in range(5)]
+    other = Refusal(control="head_start", target="k1", reason="no room")
+    merged = Refusal(control="residency_cap", target="k0 and 4 more", reason="no room")
+    assert decided([*alike, other]).refusals == decided([*alike, other], 0.1).refusals == (merged, other)
+    assert decided(alike[:3]).refusals == tuple(alike[:3]), "few are listed"
+
+
 def test_a_gain_without_any_control_in_effect_is_not_called_noise() -> None:
     assert decided([], 0.2).verdict == "GAIN"
     plan = decided([], 0.2, engaged=False)

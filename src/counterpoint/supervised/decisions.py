@@ -23,7 +23,8 @@ from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
-MOST_REASONS = 3  # that a summary names; the plan lists all
+MOST_ALIKE = 3  # refusals for one reason that a plan lists one by one
+MOST_REASONS = 3  # that a summary names; the plan has all
 CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
 Grid = tuple[int, int, int]
 
@@ -108,7 +109,7 @@ def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport
     measurements, chosen = comparison.measurements, comparison.chosen
     if not measurements:
         summary = comparison.describe() if trials.candidates else _nothing_to_try(trials.refusals)
-        return Decision(plan=Plan(machine=name, summary=summary, refusals=trials.refusals))
+        return Decision(plan=Plan(machine=name, summary=summary, refusals=_merged(trials.refusals)))
     dropped = without_effect(reports)
     candidate = trials.candidates[chosen - 1] if chosen else None
     kept = _keep_engaged(candidate.directives if candidate else (), dropped)
@@ -124,7 +125,7 @@ def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport
             planned_us=measurements[chosen if is_kept else 0].median_us,
         ),
         directives=kept,
-        refusals=(*trials.refusals, *_as_refusals(kept, dropped.values())),
+        refusals=_merged((*trials.refusals, *_as_refusals(kept, dropped.values()))),
     )
     is_given = candidate is not None and candidate.label == GIVEN and is_kept
     return Decision(
@@ -196,6 +197,20 @@ def _as_refusals(kept: Sequence[Directive], dropped: Iterable[Refusal]) -> tuple
     """Return refusals of dropped controls that the plan does not contain."""
     in_plan = {(control.tag, target) for each in kept for control in each.controls for target in targets_of(each)}
     return tuple(refusal for refusal in dropped if (refusal.control, refusal.target) not in in_plan)
+
+
+def _merged(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
+    """Return one refusal for many with the same control and reason, because a step has dozens of kernels."""
+    alike: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refusals:
+        alike.setdefault((refusal.control, refusal.reason), []).append(refusal)
+    found: list[Refusal] = []
+    for (control, reason), each in alike.items():
+        if len(each) <= MOST_ALIKE:
+            found.extend(each)
+        else:
+            found.append(Refusal(control=control, target=f"{each[0].target} and {len(each) - 1} more", reason=reason))
+    return tuple(found)
 
 
 def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
