@@ -81,12 +81,12 @@ COMPILED = ("tensor_parallel_compiled", "tensor_parallel_checkpointed")  # two r
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     """All sections in one job, for starting ranks takes longer than most of them."""
-    return run_ranks("integrations", NUM_RANKS, *SECTIONS, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
+    return run_ranks("integrations", NUM_RANKS, *SECTIONS, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
 
 
 @pytest.fixture(scope="module")
 def ended_compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    return run_ranks("integrations", 2, *COMPILED, folder=tmp_path_factory.mktemp("ranks"), limit_s=300)
+    return run_ranks("integrations", 2, *COMPILED, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -118,7 +118,8 @@ def test_a_signal_reaches_the_command_once_and_its_status_counts(number: int) ->
         f"print(signal.sigtimedwait({{{int(number)}}}, 0.2), flush=True)\n"
         "sys.exit(7)\n"
     )
-    with start(sys.executable, "-c", code) as process:
+    as_at_a_terminal = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731  tests may run under nohup
+    with start(sys.executable, "-c", code, preexec_fn=as_at_a_terminal) as process:
         await_line(process, "ready")
         process.send_signal(number)
         output, _ = process.communicate(timeout=LIMIT_S)
