@@ -13,7 +13,8 @@ steps, unless the job changes half-way.
 A job's figure is its own: the median over the second half of its steps, which the tuning is not in. Slower or faster means
 by more than the spread: the largest half-width of the quartiles of the runs compared, or the distance of the two bare runs.
 Losses are compared bit by bit; where the two bare runs differ from each other, the job itself is not deterministic, and the
-losses of the others say nothing.
+losses of the others say nothing. Beside each run nvidia-smi reads the clock and the power of the GPUs: medians of the
+samples with at least 0.8 of the most power, which are those of steps.
 
 An output file that is there already is gone on with: jobs that it holds are not run again, and it must be of the same
 options. torchtitan's sources (v0.2.2) and transformers are not part of the project: see docs/measuring.md.
@@ -23,6 +24,7 @@ import argparse
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,7 @@ TORCHTITAN = {
 }
 JOBS = (*OURS, "transformers_tp", *TORCHTITAN)
 GRACE_S = 20
+SAMPLED_MS = 200
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
 
 
@@ -63,6 +66,28 @@ def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     return [*torchrun, *script, "--steps", str(num_steps), *tokens]
 
 
+class Clocks:
+    """Samples the SM clock and the power of all GPUs while a run lasts; nothing without nvidia-smi."""
+
+    def __enter__(self) -> "Clocks":
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", f"-lms={SAMPLED_MS}"]
+        self._file = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(query, stdout=self._file) if shutil.which("nvidia-smi") else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+        self._file.seek(0)
+        lines = self._file.read().splitlines()
+        self._file.close()
+        found = [tuple(map(float, each)) for line in lines if len(each := line.split(",")) == 2 and "[" not in line]
+        busy = [each for each in found if each[1] >= 0.8 * max(power for _, power in found)]
+        clocks, powers = zip(*busy, strict=True) if busy else ((), ())
+        self.found = {"clock_mhz": statistics.median(clocks), "power_w": statistics.median(powers)} if busy else {}
+
+
 def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     """One run; `ours` are options of `counterpoint run`, none for the bare job."""
     guard = ["--guard", str(options.guard)] if options.guard is not None else []
@@ -70,13 +95,15 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     is_long = "--tune" in ours or options.given is not None or job == "changing"
     num_steps = options.steps if is_long else min(options.steps, options.untuned_steps)
     started = time.monotonic()
-    status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
+    with Clocks() as clocks:
+        status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
     found = LAST_HALF.search(output)
     shown = ("counterpoint:", "priority", "head_start", "residency_cap")
     return {
         "options": [Path(option).name for option in ours],
         "exit_status": status,
         "seconds": round(time.monotonic() - started, 1),
+        **clocks.found,
         "ms_per_step": float(found[1]) if found else None,
         "quartiles_ms": [float(found[2]), float(found[3])] if found else None,
         "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", output),
@@ -140,7 +167,8 @@ def describe(job: str, entry: dict[str, Any]) -> str:
             word = "SLOWER beyond" if found["is_slower"] else "faster beyond" if found["is_faster"] else "within"
             said += f"  {found['change']:+.1%} of {whose} {found['bare_ms']:.3f}: {word} "
             said += f"the spread ({found['spread_ms']:.3f} ms)"
-    return f"{job:8} {name:6} {entry['ms_per_step']:9.3f} ms ({low:.3f} to {high:.3f}){said}"
+    at = f" at {entry['clock_mhz']:.0f} MHz, {entry['power_w']:.0f} W" if "clock_mhz" in entry else ""
+    return f"{job:8} {name:6} {entry['ms_per_step']:9.3f} ms ({low:.3f} to {high:.3f}){at}{said}"
 
 
 def judge(job: str, runs: list[dict[str, Any]], against: list[dict[str, Any]]) -> str:

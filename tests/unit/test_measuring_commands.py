@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -107,6 +108,23 @@ def test_jobs_that_a_file_holds_are_not_run_again(tmp_path: Path) -> None:
     assert kept(path, asked) == ({"ddp": []}, ["ddp: yes"])
     with pytest.raises(SystemExit, match="was measured with steps 440, not 300"):
         kept(path, asked | {"steps": 300})
+
+
+def test_clock_and_power_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.supervised_jobs import Clocks  # noqa: PLC0415
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with Clocks() as without:
+        pass
+    assert without.found == {}
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\nprintf '345, 70.1\\n1755, 690.5\\n1770, 680.0\\n1740, 699.0\\n[N/A], [N/A]\\n'\nexec /bin/sleep 60\n"
+    )
+    tool.chmod(0o755)
+    with Clocks() as clocks:
+        time.sleep(0.5)
+    assert clocks.found == {"clock_mhz": 1755.0, "power_w": 690.5}
 
 
 torch = pytest.importorskip("torch")
