@@ -325,6 +325,15 @@ def ahead() -> None:
     halves = few.expected()
     for _ in range(2):
         compare(few.found_by_halves(None), halves, 1e-12)
+    saved = {"context_fn": lambda: create_selective_checkpoint_contexts(list(expert_parallel.OPERATORS))}
+    for contexts, layer in itertools.product(({}, saved), (whole_layer, with_shared, both_halves)):
+        found = []
+        for run in (partial(checkpoint, use_reentrant=False, **contexts), lambda run, tokens: run(tokens)):
+            tokens, weights = few.own()
+            result = run(partial(layer, few, weights), tokens)
+            result.backward(few.gradients[few.rank])
+            found.append([result.detach(), tokens.grad, *(each.grad for each in weights)])
+        assert all(map(torch.equal, *found)), (contexts, layer)
     begun.clear()
     (tokens, weights), counts = few.own(), list(few.counts[few.rank])
     counts[0] += few.rank
