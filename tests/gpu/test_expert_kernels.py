@@ -47,7 +47,8 @@ def test_rows_are_sent_to_their_experts(num_ranks: int, num_experts: int, kind: 
     tokens = [drawn(each.num_tokens) for each in layouts]
     landed = [unwritten(layouts[0].most_grouped + 1) for _ in layouts]  # a row more, so that there is an address
     for rank, layout in enumerate(layouts):
-        ends = kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered)
+        ends = torch.empty(num_experts, dtype=torch.int32, device="cuda")
+        kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered, ends)
         placed = kernels.find_places(gathered, layout)
         assert torch.equal(ends, placed[-1])
         for found, wanted in zip(placed, places_on_host(counts[:, rank], rank), strict=True):
@@ -59,7 +60,9 @@ def test_rows_are_sent_to_their_experts(num_ranks: int, num_experts: int, kind: 
         assert landed[rank][layout.num_rows :].isnan().all(), "what is behind the rows stays as it was"
 
 
-@pytest.mark.parametrize("wrong", ["too many for rank 1", "a sum of rank 0", "a negative count of rank 0"])
+@pytest.mark.parametrize(
+    "wrong", ["too many for rank 1", "a sum of rank 0", "a negative count of rank 0", "a sum that wraps"]
+)
 def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None:
     counts = np.full((2, 2, 2), 3)
     counts[:, 1] += "many" in wrong
@@ -68,14 +71,15 @@ def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None
         gathered[0, -1] += 1
     elif wrong.startswith("a negative"):
         gathered[0, :2] = torch.tensor([-1, 7])
+    elif wrong.endswith("wraps"):
+        gathered[0, :2], gathered[0, -1] = 2**63 - 2, 2  # the sum of all four is 2 in 64 bits
     tokens, landed = [drawn(14), drawn(14)], [unwritten(12), unwritten(12)]
-    ends = [
-        kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered).tolist()
-        for rank in range(2)
-    ]
+    ends = torch.full((2, 2), -1, dtype=torch.int32, device="cuda")
+    for rank in range(2):
+        kernels.send_rows(kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed)), gathered, ends[rank])
     written = [[not bool(row.isnan().any()) for row in each] for each in landed]
     if "many" in wrong:
-        assert (ends, written) == ([[6, 12], [0, 0]], [[True] * 12, [False] * 12])
+        assert (ends.tolist(), written) == ([[6, 12], [0, 0]], [[True] * 12, [False] * 12])
     else:
         assert written[1] == [False, False, False, True, True, True] * 2, "rank 0 sends nothing, rank 1 all of its rows"
 

@@ -53,7 +53,7 @@ class Exchange:
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank, self.rank = group, rank, rank
         self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
-        self._order = MagicMock()
+        self._order, self._num_ranks, self.device = MagicMock(), len(group.memory), "cpu"
         self.signals = self.blocks = self
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
@@ -87,7 +87,7 @@ class Exchange:
     def mark(self) -> None: ...
 
 
-def send_rows(sending: Any, gathered: Any) -> Any:
+def send_rows(sending: Any, gathered: Any, ends: Any) -> None:
     """What the kernel of that name does, block by block."""
     size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
     counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
@@ -98,7 +98,7 @@ def send_rows(sending: Any, gathered: Any) -> Any:
         for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
             if has_room[peer]:
                 ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
-    return torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank])
+    ends.copy_(torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank]))
 
 
 def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_ready: bool = False) -> Any:
@@ -204,6 +204,13 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_
                         there = each.group(0)[block.placed : block.placed + block.num_rows]
                         assert torch.equal(there, tokens[source][block.sent : block.sent + block.num_rows])
                 assert len(each.all_rows()) == every[rank].num_rows
+                for num_spare in (0, 1, every[rank].num_rows):  # many spare rows are not kept
+                    whole = torch.randn(every[rank].num_rows + num_spare, 2)
+                    each._products = [whole]
+                    product = each.product(0, 0)
+                    assert torch.equal(product, whole[: every[rank].num_rows])
+                    assert not product._is_view(), "the caller may change it in place"
+                    assert (product.data_ptr() == whole.data_ptr()) == (4 * num_spare <= every[rank].num_rows)
                 each.release()
         assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
 

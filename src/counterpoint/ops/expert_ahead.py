@@ -20,6 +20,7 @@ from counterpoint.ops.grouped_matmul import multiply_grouped
 
 WINDOW = 64  # calls after which larger ones are forgotten; chosen, not measured
 SPARE = 1.125  # the bound as a multiple of the most rows seen; chosen, not measured
+MOST_KEPT = 1.25  # a product with more memory than this times its rows need is copied, so that backward keeps less
 MAX_KINDS = 1024  # kinds of calls that are remembered; a model has a few
 
 
@@ -61,6 +62,7 @@ class AheadDispatch(AbstractDispatch):
         self.format = RowFormat.of(tokens)
         self._landed = exchange.region(ExpertRegion.DISPATCH, self.format, most_rows)
         self._products: list[torch.Tensor | None] = []
+        self._is_released = False
 
     def send(self, gathered: torch.Tensor) -> None:
         """Send the tokens after the exchange of counts, whose result on the device is `gathered`."""
@@ -82,18 +84,27 @@ class AheadDispatch(AbstractDispatch):
         return True
 
     def drop(self) -> None:
-        """Give up the rows; peers may send again."""
-        self.release()
+        """Give up the rows, unless they were released; peers may send again."""
+        if not self._is_released:
+            self.release()
         self._products.clear()
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
         return self._landed[self._rows.layout.groups[number].rows]
 
-    def product(self, number: int) -> torch.Tensor | None:
-        """See `AbstractDispatch.product`."""
+    def product(self, group: int, number: int) -> torch.Tensor | None:
+        """See `AbstractDispatch.product`. It is no view, so that a caller may change it in place."""
         found = self._products[number] if self._products else None
-        return None if found is None else found.resize_(self._rows.layout.num_rows, found.shape[1])  # it stays no view
+        if found is None:
+            return None
+        layout, width = self._rows.layout, found.shape[1]
+        rows = layout.groups[group].rows
+        if found.shape[0] > MOST_KEPT * layout.num_rows:
+            return found[rows].clone()
+        return found.new_empty(0).set_(
+            found.untyped_storage(), rows.start * width, (rows.stop - rows.start, width), (width, 1)
+        )
 
     def all_rows(self) -> torch.Tensor:
         """See `AbstractDispatch.all_rows`."""
@@ -102,6 +113,7 @@ class AheadDispatch(AbstractDispatch):
     def release(self) -> None:
         """See `AbstractDispatch.release`."""
         self._exchange.release_ahead()
+        self._is_released = True
 
     def join(self) -> None:
         """See `AbstractDispatch.join`. The current stream has waited for the kernel."""

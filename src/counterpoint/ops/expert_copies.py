@@ -6,9 +6,9 @@ If a call is expected to be like earlier ones, a kernel sends its tokens instead
 
 Flags, per peer: FREE of a region (my rows may be written), 1 between calls; ARRIVED of a region and a piece (they are
 written), 0 between calls; and both for the counts. No flag is set before it was reset: a piece is sent after FREE, which
-follows the reading of the previous piece. Two ranks without rows for each other set and await nothing. Calls follow each
-other (`call_order.py`), and within a call the waits of all ranks have one order, direction by direction, so that streams
-that share a hardware queue cannot deadlock.
+follows the reading of the previous piece. Two ranks without rows for each other set and await nothing, unless tokens are
+sent ahead of the host. Calls follow each other (`call_order.py`), and within a call the waits of all ranks have one order,
+direction by direction, so that streams that share a hardware queue cannot deadlock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -164,10 +164,12 @@ class ExpertCopies(AbstractExpertCopies):
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
+        # on the current stream, which waits for the kernel before it reads them
+        ends = torch.empty((gathered.shape[1] - 1) // self._num_ranks, dtype=torch.int32, device=self.device)
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
         self.signals.take(int(ExpertRegion.DISPATCH), self._peers, handle)
         with torch.cuda.stream(self.torch_stream(KERNEL)):
-            ends = send_rows(Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH]), gathered)
+            send_rows(Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH]), gathered, ends)
         self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
         return ends
 

@@ -74,9 +74,9 @@ class AbstractDispatch(ABC):
     def group(self, number: int) -> torch.Tensor:
         """Return the rows of a group of this rank's experts; the current stream may read them from here on."""
 
-    def product(self, number: int) -> torch.Tensor | None:
-        """Return the product of all rows with the call's first linear of this number, without its bias, if it was issued
-        with the rows.
+    def product(self, group: int, number: int) -> torch.Tensor | None:
+        """Return the product of a group's rows with the call's first linear of this number, without its bias, if it was
+        issued with the rows.
         """
         return None
 

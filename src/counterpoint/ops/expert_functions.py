@@ -144,7 +144,8 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             routing = call.route(layer_of_call[0], layer_of_call[1].ups)
             keeps_tokens = of_ups and call.keeps(routing)
             named = {"is_sent_again": of_ups and not keeps_tokens, "keeps_tokens": keeps_tokens}
-            results, kept = ffn(routing, call.activation, layer_of_call, **named)
+            with routing.forward():
+                results, kept = ffn(routing, call.activation, layer_of_call, **named)
             if any(ctx.needs_input_grad):
                 routing.count_kept((results, *kept))
             return [routing.gathered, results, *kept]
@@ -190,7 +191,8 @@ class Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
             linear = Linear(weights, bias)
             routing = call.route(tokens, [linear])
             keeps_tokens = ctx.needs_input_grad[2] and call.keeps(routing)
-            products, kept = dispatch_multiply(routing, tokens, linear, keeps_tokens=keeps_tokens)
+            with routing.forward():
+                products, kept = dispatch_multiply(routing, tokens, linear, keeps_tokens=keeps_tokens)
             if any(ctx.needs_input_grad):
                 routing.count_kept((*products, *kept))
             return [routing.gathered, *kept, *products]

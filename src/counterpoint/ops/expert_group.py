@@ -34,6 +34,7 @@ class ExpertGroup:
         self.refused_bytes = self.num_refused = 0
         self._agreed: set[str] = set()
         self.expected = ExpectedRows()
+        self._has_room_ahead = True  # whether no rank has refused memory for rows that are sent ahead
 
     def _open_copies(self) -> AbstractExpertCopies:
         if self._device.type == "cpu":
@@ -74,9 +75,12 @@ class ExpertGroup:
         on all ranks.
         """
         bound, rows = self.expected.bound(kind), RowFormat.of(tokens)
-        if not bound or self.copies is None or not self.copies.can_send_ahead(rows):
+        if not bound or self.copies is None or not (self._has_room_ahead and self.copies.can_send_ahead(rows)):
             return None
-        if not self.reserve({ExpertRegion.DISPATCH: bound * rows.num_bytes}):
+        try:
+            self.copies.reserve({ExpertRegion.DISPATCH: bound * rows.num_bytes})
+        except RefusedTogetherError:
+            self._has_room_ahead = False  # other calls may still have the memory that they need
             return None
         return AheadDispatch(self.copies, tokens, weights, bound)
 

@@ -159,8 +159,10 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         here = tl.load(counts + rank * stride + lanes, mask=inside, other=0)
         there = tl.load(counts + sources * stride + peer * num_experts + experts, mask=inside, other=0)
         num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts)
-        has_room = (tl.min(there, 0) >= 0) & (tl.sum(there, 0) <= most_rows)
-        is_sound = has_room & (tl.min(here, 0) >= 0) & (tl.sum(here, 0) == num_tokens)
+        # no count is larger than what all may be, so that sums cannot wrap around
+        has_room = (tl.min(there, 0) >= 0) & (tl.max(there, 0) <= most_rows) & (tl.sum(there, 0) <= most_rows)
+        is_own = (tl.min(here, 0) >= 0) & (tl.max(here, 0) <= num_tokens) & (tl.sum(here, 0) == num_tokens)
+        is_sound = has_room & is_own
         end = tl.where(is_sound, num_rows, 0).to(tl.int32)
         if is_ending:
             arrived = tl.sum(tl.where(experts <= expert, there, 0), 0)
@@ -189,8 +191,8 @@ class Sending(NamedTuple):
     addresses: torch.Tensor
 
 
-def send_rows(sending: Sending, gathered: torch.Tensor) -> torch.Tensor:
-    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and return `Places.ends` (int32).
+def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor) -> None:
+    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32).
 
     `gathered[source]` are the counts of a rank for the experts of all ranks, and last their sum, on the device: the host
     need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows whose counts do not
@@ -199,8 +201,6 @@ def send_rows(sending: Sending, gathered: torch.Tensor) -> torch.Tensor:
     rank, rows, landed, addresses = sending
     num_ranks, width = gathered.shape[0], rows.shape[1]
     num_blocks = gathered.shape[1] - 1
-    num_experts = num_blocks // num_ranks
-    ends = torch.empty(num_experts, dtype=torch.int32, device=gathered.device)
     grid = num_blocks, max(1, min(rows.shape[0], SENDING_CTAS // num_blocks))
     send_rows_kernel[grid](
         rows,
@@ -212,11 +212,10 @@ def send_rows(sending: Sending, gathered: torch.Tensor) -> torch.Tensor:
         rank,
         landed.shape[0],
         num_ranks,
-        num_experts,
+        num_blocks // num_ranks,
         width,
         size=triton.next_power_of_2(num_blocks),
         block=min(SENT_BLOCK, triton.next_power_of_2(width)),
         vector=VECTOR_BYTES // rows.itemsize,
         num_warps=NUM_WARPS,
     )
-    return ends

@@ -65,6 +65,7 @@ class Pass:
         self._routing, self._rows = routing, routing.rows(rows)
         self._exchange = routing.exchange(self._rows, regions)
         self._sent: list[AbstractDispatch | AbstractCombine] = []
+        self._is_ahead = False
         self._exchange.begin()
 
     def dispatch(self, region: ExpertRegion, source: torch.Tensor, *, were_ready: bool = False) -> AbstractDispatch:
@@ -75,9 +76,10 @@ class Pass:
 
     def first_dispatch(self, tokens: torch.Tensor) -> AbstractDispatch:
         """Send this rank's tokens in forward, unless they were sent before the host knew the counts."""
-        ahead = self._routing.take_ahead()
+        ahead = self._routing.ahead
         if ahead is None:
-            return self.dispatch(DISPATCH, tokens, were_ready=True)
+            return self.dispatch(DISPATCH, tokens, were_ready=not self._routing.was_dropped)
+        self._is_ahead = True
         self._sent.append(ahead)
         return ahead
 
@@ -92,7 +94,8 @@ class Pass:
         for each in self._sent:
             each.join()
         self._exchange.end()
-        self._routing.count(self._exchange, sum(each.num_sent_bytes for each in self._sent))
+        num_bytes = sum(each.num_sent_bytes for each in self._sent)
+        self._routing.count(self._exchange, num_bytes, is_ahead=self._is_ahead)
 
 
 def ffn(
@@ -129,12 +132,12 @@ def _first_linears(
     """Return the rows of a group after each of the call's first linears."""
     rows, found = dispatch.group(group.number), []
     for number, linear in enumerate(linears):
-        product = dispatch.product(number)
+        product = dispatch.product(group.number, number)
         if product is None:
             found.append(_linear(linear, rows, group.experts, experts))
         else:
             bias = None if linear.bias is None else _part_of(linear.bias, group.experts)
-            found.append(add_bias(_part_of(product, group.rows), bias, experts))
+            found.append(add_bias(product, bias, experts))
     return found
 
 

@@ -5,7 +5,8 @@ or by the library's all-to-all, in how many pieces, and whether the symmetric me
 that memory, all ranks run this call by the library.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
@@ -54,7 +55,8 @@ class ExpertRouting:
         self.gathered = torch.from_numpy(found)
         self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
-        self._ahead: AheadDispatch | None = None
+        self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
+        self.was_dropped = False  # whether it has begun in vain: then copies follow its kernel
         self._sorting = Sorting(self.layout, on_device)
 
     @property
@@ -94,24 +96,35 @@ class ExpertRouting:
         if not self.num_pieces or experts.copies is None:
             return experts.library
         needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
-        if self._ahead is not None and not experts.copies.holds(needed):
-            self._ahead.drop()  # the memory of its rows is about to be replaced
-            self._ahead = None
+        if self.ahead is not None and not experts.copies.holds(needed):
+            self.drop()  # the memory of its rows is about to be replaced
         if experts.reserve(needed):
             return experts.copies
         experts.num_refused += bool(was_refused)
         return experts.library
 
     def begun(self, ahead: AheadDispatch | None) -> "ExpertRouting":
-        """Keep what has begun of the call, if it has the rows, for `take_ahead`; return itself."""
+        """Keep what has begun of the call, if it has the rows; return itself."""
         if ahead is not None and ahead.settle(self.rows(ahead.format)):
-            self._ahead = ahead
+            self.ahead = ahead
+        self.was_dropped = ahead is not None and self.ahead is None
         return self
 
-    def take_ahead(self) -> AheadDispatch | None:
-        """Return the first half of the call, once, if it has begun before the host knew the counts."""
-        found, self._ahead = self._ahead, None
-        return found
+    def drop(self) -> None:
+        """Give up what has begun of the call."""
+        if self.ahead is not None:
+            self.ahead.drop()
+            self.ahead, self.was_dropped = None, True
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Compute the forward pass, which alone needs what has begun; give that up if an error ends it."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+        self.ahead = None
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
@@ -119,10 +132,10 @@ class ExpertRouting:
         kept = {each.data_ptr(): each.nbytes() for each in storages}
         calls_of(self.runtime.group.group_name).note_kept(sum(kept.values()))
 
-    def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int) -> None:
+    def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int, *, is_ahead: bool) -> None:
         """Count a pass that has ended, as one by copies if its tokens were sent ahead."""
         calls = calls_of(self.runtime.group.group_name)
-        if exchange is self.runtime.experts().library and not num_sent_bytes:
+        if exchange is self.runtime.experts().library and not is_ahead:
             experts = self.runtime.experts()
             calls.add_library(experts.obstacle or (NO_MEMORY if self.num_pieces else NOT_PICKED))
         else:

@@ -342,6 +342,11 @@ def ahead() -> None:
         report("refused")
     assert (begun["send_ahead"], begun["drop"]) == (1, 1)
     check(few, sent=1)
+    begun.clear()
+    with suppress(ZeroDivisionError):
+        ops.expert_ffn(tokens, few.counts[few.rank], *weights, activation=lambda *_: 1 // 0)
+    assert (begun["send_ahead"], begun["drop"]) == (1, 1), "an error of the caller's on every rank leaves nothing behind"
+    check(few, sent=1)
     pick, expert_routing.pick_pieces = expert_routing.pick_pieces, lambda *_: 2
     try:
         check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
