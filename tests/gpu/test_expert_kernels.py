@@ -67,11 +67,11 @@ def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None
     counts = np.full((2, 2, 2), 3)
     counts[:, 1] += "many" in wrong
     gathered = gathered_of(counts)
-    if wrong.startswith("a sum"):
+    if wrong == "a sum of rank 0":
         gathered[0, -1] += 1
-    elif wrong.startswith("a negative"):
+    elif wrong == "a negative count of rank 0":
         gathered[0, :2] = torch.tensor([-1, 7])
-    elif wrong.endswith("wraps"):
+    elif wrong == "a sum that wraps":
         gathered[0, :2], gathered[0, -1] = 2**63 - 2, 2  # the sum of all four is 2 in 64 bits
     tokens, landed = [drawn(14), drawn(14)], [unwritten(12), unwritten(12)]
     ends = torch.full((2, 2), -1, dtype=torch.int32, device="cuda")

@@ -58,9 +58,9 @@ def expert_ffn(
     that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
     experts got, for the gradients of w1 and w3; otherwise they are sent again in backward, unless they are few.
 
-    Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces, and if a call like
-    those before it sends and multiplies its tokens before the host knows the counts. All ranks call it together, with the
-    same sizes of experts and the same options. The host waits for the counts, in forward only. The same tensors must need
+    Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces. A call like those
+    before it may send and multiply its tokens before the host knows the counts. All ranks call it together, with the same
+    sizes of experts and the same options. The host waits for the counts, in forward only. The same tensors must need
     gradients on all ranks. Raises `OperatorError`.
     """
     weights = [w1, w2] if w3 is None else [w1, w2, w3]
