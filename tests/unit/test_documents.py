@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from helpers.command import counterpoint
 from helpers.readability import of_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +19,6 @@ NO_PROSE = ("log.md", "python.md")  # a history, and names whose text is in thei
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r'title="([^"]*)"')
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
-COUNTERPOINT = Path(sys.executable).with_name("counterpoint")
 LANGUAGES = {  # what becomes of a block
     "python": "runs, in order with the page's other ones",
     "console": "each line that begins with $ runs, and what is shown of its output is compared",
@@ -87,7 +85,7 @@ def test_console_commands_run_and_print_what_is_shown(document: Path, reader_fol
         for command, shown in commands(block) if block.language == "console" else ():
             words = shlex.split(command, comments=True)
             assert words[0] == "counterpoint", f"{document.name}: only counterpoint runs here; found {command}"
-            done = subprocess.run([COUNTERPOINT, *words[1:]], capture_output=True, text=True, timeout=300, check=False)
+            done = counterpoint(*words[1:])
             status = int(block.title.removeprefix("ends with ") or 0)
             assert done.returncode == status, f"{command}\n{done.stderr}"
             printed = {first_words(line) for line in done.stdout.splitlines()}
