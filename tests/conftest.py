@@ -2,7 +2,9 @@
 
 Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted,
 also where a shell runs the tests in the background and so ignores Ctrl-C for them. Commands that tests start find
-`counterpoint` and `torchrun` of this environment, also where it is not activated.
+`counterpoint` and `torchrun` of this environment, also where it is not activated. Python keeps what it compiled, also where
+the environment says otherwise: hundreds of commands and ranks would compile the package anew. Nor does a process have more
+than one thread for a matmul: others run beside it.
 """
 
 import os
@@ -15,6 +17,9 @@ from hypothesis import settings
 settings.register_profile("counterpoint", deadline=None)
 settings.load_profile("counterpoint")
 
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
