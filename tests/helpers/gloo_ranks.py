@@ -10,11 +10,12 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HELPERS = Path(__file__).parent
 JOBS = HELPERS / "jobs"
 TESTS = HELPERS.parent
+NUM_SERVERS = 4  # further ranks are forked from the first ones' servers
 
 
 class Ended(NamedTuple):
@@ -26,10 +27,10 @@ class Ended(NamedTuple):
 
 
 class RankServer:
-    """The process that ranks of one number are forked from (`rank_server.py`)."""
+    """A process that ranks are forked from (`rank_server.py`)."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, number: int) -> None:
+        self._number = number
         self._process = subprocess.Popen(
             [sys.executable, str(HELPERS / "rank_server.py")],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -44,31 +45,33 @@ class RankServer:
     def wait_until_ready(self) -> None:
         """It has imported what it imports, so that ranks begin together and come within a job's time-outs."""
         self._is_ready = self._is_ready or self._process.stdout.readline() == b"ready\n"
-        assert self._is_ready, f"the server of rank {self._rank} has ended"
+        assert self._is_ready, f"server {self._number} of ranks has ended"
 
-    def start(self, job: str, arguments: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
-        """Begin a job; what it prints goes to files of the folder."""
-        self._files = [folder / f"{kind} of rank {self._rank}" for kind in ("output", "errors")]
-        output, errors = map(str, self._files)
-        asked = {"job": job, "arguments": arguments, "environment": environment, "output": output, "errors": errors}
+    def start(self, asked: list[dict[str, Any]]) -> None:
+        """Begin the ranks that are asked for, all at once; each names the files of what it prints."""
+        self._asked = asked
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
 
-    def ended(self, deadline: float) -> Ended:
-        """What the job left behind. Raises `TimeoutError` if it has not ended by then."""
+    def ended(self, deadline: float) -> list[Ended]:
+        """What the ranks left behind. Raises `TimeoutError` if one has not ended by then."""
         ready, _, _ = select.select([self._process.stdout], [], [], max(0.1, deadline - time.monotonic()))
+        files = [(Path(each["output"]), Path(each["errors"])) for each in self._asked]
         if not ready:
-            raise TimeoutError(f"rank {self._rank} has not ended, or has not begun: {self._files}")
-        status = int(self._process.stdout.readline())
-        return Ended(status, *(path.read_text(encoding="utf-8") for path in self._files))
+            raise TimeoutError(f"a rank has not ended, or has not begun: {files}")
+        statuses = json.loads(self._process.stdout.readline())
+        return [
+            Ended(status, *(path.read_text(encoding="utf-8") for path in pair))
+            for status, pair in zip(statuses, files, strict=True)
+        ]
 
     def close(self) -> None:
-        """End the server, and the job that it runs."""
+        """End the server, and the ranks that it runs."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 
-server_of_rank = cache(RankServer)
+server = cache(RankServer)
 
 
 def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: float = 200.0) -> list[Ended]:
@@ -82,19 +85,32 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    servers = [server_of_rank(rank) for rank in range(num_ranks)]
-    for server in servers:
-        server.wait_until_ready()
-    for rank, server in enumerate(servers):
-        server.start(str(JOBS / f"{job}.py"), arguments, {**environment, "RANK": str(rank)}, folder)
+    asked = [
+        {
+            "job": str(JOBS / f"{job}.py"),
+            "arguments": arguments,
+            "environment": {**environment, "RANK": str(rank)},
+            "output": str(folder / f"output of rank {rank}"),
+            "errors": str(folder / f"errors of rank {rank}"),
+        }
+        for rank in range(num_ranks)
+    ]
+    servers = [server(number) for number in range(min(num_ranks, NUM_SERVERS))]
+    for each in servers:
+        each.wait_until_ready()
+    for number, each in enumerate(servers):
+        each.start(asked[number::NUM_SERVERS])
     deadline = time.monotonic() + limit_s
+    ended: dict[int, Ended] = {}
     try:
-        return [server.ended(deadline) for server in servers]
+        for number, each in enumerate(servers):
+            ended.update(zip(range(number, num_ranks, NUM_SERVERS), each.ended(deadline), strict=True))
     except BaseException:
-        for server in servers:
-            server.close()
-        server_of_rank.cache_clear()
+        for each in servers:
+            each.close()
+        server.cache_clear()
         raise
+    return [ended[rank] for rank in range(num_ranks)]
 
 
 def lines_of(ended: list[Ended]) -> list[list[str]]:

@@ -1,11 +1,12 @@
-"""A fork server for ranks: it imports torch and the operators once, and each job's rank is a fork of it.
+"""A fork server for ranks: it imports torch and the operators once, and each job's ranks are forks of it.
 
-Importing takes a rank three to four seconds of processor time, more than most jobs run. Each rank number has a server of its
-own, so that hash seeds still differ between ranks: order by hash, which may not reach a collective, stays different. What a
-job itself imports, and what reads the environment, is imported after the fork.
+Importing takes a rank five seconds of processor time, more than most jobs run. The first four ranks have a server each, so
+that hash seeds still differ between ranks: order by hash, which may not reach a collective, stays different. What a job
+itself imports, and what reads the environment, is imported after the fork.
 """
 
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -19,22 +20,27 @@ from typing import NoReturn, TextIO
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 PRELOADED = (
     "torch._functorch.aot_autograd",
+    "torch._dynamo.backends.debugging",
     "torch.distributed.checkpoint",
     "counterpoint.ops",
     "counterpoint.integrations",
+    "pytest",
 )
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Say that all is imported; then fork for each line, and tell the fork's status as `subprocess` counts it."""
+    """Say that all is imported; then fork each line's ranks, and tell their statuses as `subprocess` counts them."""
     print("ready", file=replies, flush=True)
     for line in requests:
-        pid = os.fork()
-        if pid == 0:
-            end_with_parent()
-            replies.close()
-            _become_rank(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=replies, flush=True)
+        pids = []
+        for asked in json.loads(line):
+            pid = os.fork()
+            if pid == 0:
+                end_with_parent()
+                replies.close()
+                _become_rank(**asked)
+            pids.append(pid)
+        print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], file=replies, flush=True)
 
 
 def _become_rank(job: str, arguments: list[str], environment: dict[str, str], output: str, errors: str) -> NoReturn:
@@ -71,6 +77,9 @@ if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # or this folder's modules hide others of their names
     own_replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.disable()  # imports make much and drop little
     for name in PRELOADED:
         import_module(name)
+    gc.enable()
+    gc.freeze()  # or ranks look for garbage in all of torch
     serve(sys.stdin, own_replies)

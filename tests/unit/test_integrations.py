@@ -7,7 +7,7 @@ import pytest
 
 from helpers.gloo_ranks import JOBS, Ended, run_ranks
 
-pytestmark = pytest.mark.xdist_group("integrations")  # one worker, for all of these read what one job printed
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, for many of these read what one job printed
 
 SECTIONS = (
     "all_reduces",
@@ -16,7 +16,6 @@ SECTIONS = (
     "bare_collectives_in_place",
     "bare_collectives_left_to_the_library",
     "bare_collectives_leave_ddp_alone",
-    "bare_collectives_compiled",
     "bare_collectives_without_memory",
     "ddp_gradients",
     "ddp_types",
@@ -25,7 +24,6 @@ SECTIONS = (
     "ddp_refuses",
     "ddp_switched_off_is_a_bare_job",
     "ddp_switches_between_steps",
-    "ddp_compiled",
     "ddp_refuses_a_second_hook",
     "ddp_models_that_come_and_go",
     "ddp_checkpoints",
@@ -75,7 +73,12 @@ TWO_LEVELS = (  # test_two_levels.py runs them, also on eight ranks
     "two_levels_without_memory",
 )
 NUM_RANKS = 4
-COMPILED = ("tensor_parallel_compiled", "tensor_parallel_checkpointed")  # two ranks are enough, and compile sooner
+COMPILED = (  # two ranks are enough, and compile sooner
+    "bare_collectives_compiled",
+    "ddp_compiled",
+    "tensor_parallel_compiled",
+    "tensor_parallel_checkpointed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +99,7 @@ def test_the_integrations_do_what_pytorch_does(ended: list[Ended], section: str)
 
 
 @pytest.mark.parametrize("section", COMPILED)
-def test_compiled_blocks_do_what_they_do_eagerly(ended_compiled: list[Ended], section: str) -> None:
+def test_what_is_compiled_does_what_it_does_eagerly(ended_compiled: list[Ended], section: str) -> None:
     output = ended_compiled[0].output
     assert f"{section}: ok" in output.splitlines(), output + ended_compiled[0].errors[-3000:]
 

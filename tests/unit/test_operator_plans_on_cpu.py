@@ -14,6 +14,8 @@ from helpers.gloo_ranks import lines_of, run_ranks, said
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch
+
 
 def assert_says(found: dict[str, str], wanted: dict[str, str]) -> None:
     assert set(found) == set(wanted)

@@ -11,7 +11,7 @@ from helpers.gloo_ranks import lines_of, run_ranks, said
 
 pytest.importorskip("torch")
 
-
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch
 OF_TWO = ("random_routings", "in_fp8")
 OF_ANY = (
     "types",

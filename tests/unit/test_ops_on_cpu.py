@@ -15,6 +15,7 @@ dist = pytest.importorskip("torch.distributed")
 ops = pytest.importorskip("counterpoint.ops")
 runtime_of = pytest.importorskip("counterpoint.ops.runtime").runtime_of
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
 
 

@@ -20,7 +20,7 @@ from counterpoint.integrations import lanes
 from counterpoint.integrations.lanes import Lanes, obstacle_by_estimate
 from counterpoint.ops.host_levels import places_of
 
-pytestmark = pytest.mark.xdist_group("two levels")
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch, and no other job beside
 MIB = 1 << 20
 
 
