@@ -1,11 +1,15 @@
-"""What several files need to run: the double of libcuda as a file, and a process group of one rank."""
+"""What several files need to run: the double of libcuda as a file, alone or with the launch filter, and a process group of
+one rank.
+"""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.build_filter import build_double
+from helpers.build_filter import Built, build_double, build_preloaded
+from helpers.remembering_compiler import remembering_compiler
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +18,24 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     build_double(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The launch filter as it is shipped, and a client that knows nothing of it; compiling them takes seconds."""
+    return build_preloaded(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="session")
+def folder_of_cc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PATH with a `cc` that builds the same thing once only."""
+    return remembering_compiler(tmp_path_factory.mktemp("compiler")).parent
+
+
+@pytest.fixture
+def cc_remembers(folder_of_cc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the test, `cc` copies what it built before."""
+    monkeypatch.setenv("PATH", f"{folder_of_cc}{os.pathsep}{os.environ['PATH']}")
 
 
 @pytest.fixture

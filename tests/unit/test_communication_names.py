@@ -16,7 +16,7 @@ from counterpoint.launch_filter import layout
 from counterpoint.launch_filter.control_block import FilterRule, rules_of
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.traces.classify import Rule, _covers, classify_kernel, communication_patterns, load_rules
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
 # nvcc names an anonymous namespace after the file; demanglers print "(anonymous namespace)".
@@ -169,8 +169,7 @@ def test_patterns_that_another_covers_are_left_out_and_room_stays_for_a_plan() -
     assert len(patterns) <= layout.MAX_RULES // 4
 
 
-def test_a_rule_for_computation_never_reaches_a_kernel_that_communicates(tmp_path: Path) -> None:
-    built: Built = build_preloaded(tmp_path)
+def test_a_rule_for_computation_never_reaches_a_kernel_that_communicates(built: Built, tmp_path: Path) -> None:
     controls = (Priority(priority=-2), ResidencyCap(ctas_per_sm=3, dynamic_shared_bytes=60_000))
     plan = Plan(directives=(Directive(match=Match(kind="computation"), controls=controls, reason="test"),))
     rules: tuple[FilterRule, ...] = rules_of(plan)

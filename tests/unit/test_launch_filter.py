@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter.control_block import FilterRule, RuleCounters
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Launched, Session, run_directory
 
 ROUTES = ("linked", "dlsym", "dlvsym", "proc", "proc_v2", "proc_of_proc", "old_proc_of_proc", "default", "next", "program")
@@ -15,11 +15,6 @@ PRIORITY = FilterRule(pattern="nccl*", priority=-5)
 COLLECTIVE = FilterRule(pattern="nccl*", is_collective=True)
 HOLD = FilterRule(pattern="gemm", hold_us=5.0)
 COLLECTIVE_STREAM, GEMM_STREAM = 9, 7
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def session(built: Built, folder: Path, *rules: FilterRule) -> Session:

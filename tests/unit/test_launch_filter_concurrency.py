@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter.control_block import FilterRule
-from helpers.build_filter import Built, build_preloaded, build_sanitized
+from helpers.build_filter import Built, build_sanitized
 from helpers.filter_session import Session, run_directory
 
 KERNELS = ("capped_a", "capped_b", "gemm", "ncclDevKernel", "elementwise")
@@ -25,8 +25,7 @@ def begin(client: Session) -> None:
         client.make(name, is_kernel=name == "capped_b")
 
 
-def test_every_launch_is_counted_and_none_fails_while_tables_are_swapped(tmp_path: Path) -> None:
-    built = build_preloaded(tmp_path)
+def test_every_launch_is_counted_and_none_fails_while_tables_are_swapped(built: Built, tmp_path: Path) -> None:
     with Session(built, run_directory(tmp_path, *RULES)) as client:
         begin(client)
         client.launch("gemm")
@@ -58,8 +57,7 @@ def test_every_launch_is_counted_and_none_fails_while_tables_are_swapped(tmp_pat
         assert client.launch("ncclDevKernel").last.priority == -5
 
 
-def test_threads_that_decide_one_kernel_at_once_count_what_they_launched(tmp_path: Path) -> None:
-    built = build_preloaded(tmp_path)
+def test_threads_that_decide_one_kernel_at_once_count_what_they_launched(built: Built, tmp_path: Path) -> None:
     with Session(built, run_directory(tmp_path, *RULES)) as client:
         begin(client)
         assert client.ask(f"stress {THREADS} {LAUNCHES}") == ["failed 0"]

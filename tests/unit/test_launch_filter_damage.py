@@ -11,7 +11,7 @@ import pytest
 from counterpoint.errors import LaunchFilterError
 from counterpoint.launch_filter.control_block import ControlBlock, FilterRule
 from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, FunctionRecord, SlotRecord
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
 RULES = (
@@ -22,11 +22,6 @@ RULES = (
 KERNELS = ("capped", "ncclDevKernel", "gemm", "other")
 CUT = "counterpoint: the control block was cut short; no plan is applied here any more.\n"
 SIGBUS = 7
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def begin(client: Session) -> Path:

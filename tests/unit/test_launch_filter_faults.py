@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
-from helpers.build_filter import HELPERS, Built, build_preloaded, compile_c, environment
+from helpers.build_filter import HELPERS, Built, compile_c, environment
 from helpers.filter_session import Session, blocks_in, run_directory
 
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=60_000, carveout_percent=100)
@@ -51,11 +51,6 @@ int main(void) {
     return 0;
 }
 """
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def other(folder: Path, *flags: str) -> Path:

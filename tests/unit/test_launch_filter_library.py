@@ -18,7 +18,7 @@ EM_MACHINE_AT = 18
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(cc_remembers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(folder))
     monkeypatch.delenv("CC", raising=False)

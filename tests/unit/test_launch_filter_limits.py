@@ -5,16 +5,11 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter.control_block import FilterRule
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
 BYTES = 100_000
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=BYTES, carveout_percent=100)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def session(built: Built, folder: Path, *rules: FilterRule) -> Session:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter.control_block import FilterRule
-from helpers.build_filter import Built, build_preloaded, compile_c, environment
+from helpers.build_filter import Built, compile_c, environment
 from helpers.filter_session import run_directory
 
 END_LIMIT_S = 30
@@ -53,11 +53,6 @@ int main(void) {
 }
 """
 HOLD_ALL = (FilterRule(pattern="nccl*", is_collective=True), FilterRule(pattern="_Z*", hold_us=5.0))
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 @pytest.mark.parametrize("rules", [(), HOLD_ALL], ids=["demangling", "a driver that loads"])

@@ -6,15 +6,10 @@ import pytest
 
 from counterpoint.launch_filter import layout
 from counterpoint.launch_filter.control_block import FilterRule
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
 MORE_THAN_KEPT = 24_000
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def again(client: Session, rounds: int) -> tuple[int, int]:

@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 
 from counterpoint.launch_filter.control_block import FilterRule, RuleCounters
 from counterpoint.launch_filter.rules import literal_pattern
-from helpers.build_filter import Built, build_preloaded
+from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=60_000, ctas_per_sm=3, carveout_percent=100)
 PRIORITY = FilterRule(pattern="nccl*", priority=-5)
 COLLECTIVE = FilterRule(pattern="nccl*", is_collective=True)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build_preloaded(tmp_path_factory.mktemp("built"))
 
 
 def session(built: Built, folder: Path, *rules: FilterRule) -> Session:
