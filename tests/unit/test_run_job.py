@@ -1,4 +1,7 @@
-"""`counterpoint run` around real torchrun jobs on CPUs, with the real filter and a double of the driver."""
+"""`counterpoint run` around real jobs of two ranks on CPUs, with the real filter and a double of the driver.
+
+Torchrun starts the ranks where it may make a difference: how a plan reaches them, tuning, exit statuses, ends by signals.
+"""
 
 import os
 import shlex
@@ -12,6 +15,7 @@ import pytest
 from counterpoint.controls import CommunicationCtas, Control, OwnStream, Priority, ResidencyCap, Transport
 from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from helpers.command import COUNTERPOINT
+from helpers.ranks_of_node import ranks_of_node
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "tests" / "helpers" / "jobs" / "launches.py"
@@ -64,10 +68,15 @@ def test_a_plan_reaches_every_rank_and_the_table_says_verified(driver: Path, tmp
 
 def test_the_job_computes_the_same_with_a_plan_and_without(driver: Path, tmp_path: Path) -> None:
     bare = subprocess.run(
-        [*TORCHRUN, JOB, driver, "--steps", "60"], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [*ranks_of_node(), JOB, driver, "--steps", "60"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
-    planned = run("--plan", priority_plan(tmp_path), "--", *TORCHRUN, JOB, driver, "--steps", "60")
-    through = run("--", *TORCHRUN, JOB, driver, "--steps", "60")
+    planned = run("--plan", priority_plan(tmp_path), "--", *ranks_of_node(), JOB, driver, "--steps", "60")
+    through = run("--", *ranks_of_node(), JOB, driver, "--steps", "60")
     assert bare.returncode == planned.returncode == through.returncode == 0, planned.stderr
     assert through.stdout == bare.stdout
     assert planned.stdout.split(" at ")[0] == bare.stdout.split(" at ")[0], "bit for bit, as repr prints it"
@@ -88,14 +97,14 @@ def test_tuning_finds_steps_by_itself_or_by_hand_and_saves_a_plan_that_runs_agai
     assert plan.expectation is not None
     assert plan.expectation.origin == "measured"
     assert (plan.expectation.baseline_us, plan.expectation.planned_us) == (1000, 800)
-    again = run("--strict", "--plan", found, "--guard", "0", "--", *TORCHRUN, JOB, driver, "--steps", "5")
+    again = run("--strict", "--plan", found, "--guard", "0", "--", *ranks_of_node(), JOB, driver, "--steps", "5")
     assert again.returncode == 0, again.stderr
     assert again.stdout.endswith("at 4000 us\n")
 
 
 def test_a_plan_that_cannot_be_saved_at_the_end_does_not_hide_the_jobs_own_exit_status(driver: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    job = shlex.join(map(str, (*TORCHRUN, JOB, driver, "--steps", "120")))
+    job = shlex.join(map(str, (*ranks_of_node(), JOB, driver, "--steps", "120")))
     found = tmp_path / "folder" / "found.toml"
     command = ["sh", "-c", f"{job}; rmdir {found.parent}; exit 5"]
     ended = run("--tune", "--budget", "100", "-o", found, "--", *command)
@@ -139,7 +148,7 @@ def test_ranks_that_cannot_agree_leave_the_job_as_it_was_and_fail_strict(driver:
 
 def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
     """Two optimizers step in each of 80 steps: a budget of 120 would be used up if each of their calls counted."""
-    ended = run("--tune", "--budget", "120", "--", *TORCHRUN, JOB, driver, "--steps", "80")
+    ended = run("--tune", "--budget", "120", "--", *ranks_of_node(), JOB, driver, "--steps", "80")
     assert ended.returncode == 0
     assert not any("GAIN after" in line for line in own_lines(ended)), ended.stderr
     told = next(line for line in own_lines(ended) if "ended after 80 steps, while live tuning was" in line)
@@ -147,7 +156,7 @@ def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
 
 
 def test_the_guard_leaves_proof_of_the_plan_that_it_lifted_for_a_while(driver: Path, tmp_path: Path) -> None:
-    ended = run("--strict", "--plan", priority_plan(tmp_path), "--", *TORCHRUN, JOB, driver, "--steps", "40")
+    ended = run("--strict", "--plan", priority_plan(tmp_path), "--", *ranks_of_node(), JOB, driver, "--steps", "40")
     assert ended.returncode == 0, ended.stderr
     row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
     assert row.rstrip().endswith("verified")
@@ -157,8 +166,9 @@ def test_the_guard_leaves_proof_of_the_plan_that_it_lifted_for_a_while(driver: P
 def test_strict_fails_a_job_whose_control_found_no_launch(driver: Path, tmp_path: Path) -> None:
     cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840)
     plan = plan_of(tmp_path / "plan.toml", Match(name="no_such_kernel"), cap)
-    arguments = ("--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "2")
-    strict, lax = run("--strict", *arguments), run(*arguments)
+    strict, lax = (
+        run(*option, "--plan", plan, "--", *ranks_of_node(), JOB, driver, "--steps", "2") for option in (("--strict",), ())
+    )
     assert strict.returncode == 3
     assert "strict: residency_cap on 'no_such_kernel' is failed: no launch matched" in strict.stderr
     assert lax.returncode == 0
@@ -168,7 +178,7 @@ def test_strict_fails_a_job_whose_control_found_no_launch(driver: Path, tmp_path
 def test_a_cap_is_verified_by_the_drivers_occupancy(driver: Path, tmp_path: Path) -> None:
     cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=115_840)
     plan = plan_of(tmp_path / "plan.toml", Match(name="*long_kernel*", kind="computation"), cap)
-    ended = run("--strict", "--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "3")
+    ended = run("--strict", "--plan", plan, "--", *ranks_of_node(), JOB, driver, "--steps", "3")
     assert ended.returncode == 0, ended.stderr
     row = next(line for line in ended.stderr.splitlines() if line.startswith("residency_cap"))
     assert "1 CTA per SM" in row
@@ -177,7 +187,7 @@ def test_a_cap_is_verified_by_the_drivers_occupancy(driver: Path, tmp_path: Path
 
 def test_controls_that_are_no_launches_are_settings_or_refused(driver: Path, tmp_path: Path) -> None:
     limit = plan_of(tmp_path / "limit.toml", Match(kind="communication"), CommunicationCtas(max_ctas=8))
-    ended = run("--plan", limit, "--", *TORCHRUN, JOB, driver, "--steps", "2")
+    ended = run("--plan", limit, "--", *ranks_of_node(), JOB, driver, "--steps", "2")
     assert "the process group was created with other limits" in ended.stderr, "the double's collective has 24 CTAs"
 
 
@@ -298,7 +308,7 @@ def test_an_example_runs_the_same_under_tuning_on_cpus() -> None:
     losses = []
     for prefix in ([], [str(COUNTERPOINT), "run", "--tune", "--"]):
         ended = subprocess.run(
-            [*prefix, *TORCHRUN, example, *small],
+            [*prefix, *ranks_of_node(), example, *small],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

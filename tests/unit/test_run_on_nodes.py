@@ -19,9 +19,9 @@ import pytest
 from counterpoint.controls import Priority
 from counterpoint.plan import Directive, Match, Plan, load_plan, save_plan
 from helpers.command import COUNTERPOINT
+from helpers.ranks_of_node import free_port, ranks_of_node
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
-TWO_RANKS = JOB.with_name("two_ranks.py")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 NUM_NODES, RANKS_PER_NODE = 4, 2
 LIMIT_S = 240
@@ -33,21 +33,10 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["COUNTERPOINT_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def priority_plan(folder: Path) -> Path:
     directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
     save_plan(Plan(verdict="GAIN", directives=(directive,)), folder / "plan.toml")
     return folder / "plan.toml"
-
-
-def two_ranks(node: int, port: int) -> list[object]:
-    """What starts one node's ranks, of two nodes, without an agent."""
-    return [sys.executable, TWO_RANKS, node, 2, port]
 
 
 def torchrun(node: int, port: int, rendezvous: str) -> list[str]:
@@ -168,7 +157,7 @@ def test_a_run_for_each_rank_as_mpirun_and_srun_start_them(driver: Path, tmp_pat
 def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_it_was(driver: Path, tmp_path: Path) -> None:
     """Its `counterpoint run` started it, but a wrapper there drops LD_PRELOAD."""
     port = free_port()
-    commands = [[*two_ranks(node, port), JOB, driver, "--steps", "20"] for node in range(2)]
+    commands = [[*ranks_of_node(node=node, num_nodes=2, port=port), JOB, driver, "--steps", "20"] for node in range(2)]
     commands[1] = ["env", "-u", "LD_PRELOAD", *commands[1]]
     with Nodes(tmp_path, supervised(("--strict", "--plan", priority_plan(tmp_path)), commands)) as nodes:
         statuses, errors = nodes.end()
@@ -183,7 +172,7 @@ def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_
 def test_a_node_that_nobody_supervises_is_named_as_well(driver: Path, tmp_path: Path) -> None:
     port = free_port()
     job = [JOB, driver, "--steps", "10", "--absence-s", "12"]
-    commands = [[*two_ranks(node, port), *job] for node in range(2)]
+    commands = [[*ranks_of_node(node=node, num_nodes=2, port=port), *job] for node in range(2)]
     started = [*supervised(("--plan", priority_plan(tmp_path)), commands[:1]), commands[1]]
     with Nodes(tmp_path, started) as nodes:
         statuses, errors = nodes.end()

@@ -1,6 +1,7 @@
-"""`counterpoint run --plan` around real torchrun jobs on CPUs: collectives of unmodified jobs by copies and operators.
+"""`counterpoint run --plan` around real jobs on CPUs: collectives of unmodified jobs by copies and operators.
 
-What a job computes then is, bit for bit, what it computes with the integration called by hand in its code.
+What a job computes then is, bit for bit, what it computes with the integration called by hand in its code. Torchrun starts
+the ranks where its exit status is what is tested.
 """
 
 import fcntl
@@ -19,6 +20,7 @@ from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import CollectiveKind
 from counterpoint.units import format_bytes
 from helpers.command import COUNTERPOINT
+from helpers.ranks_of_node import ranks_of_node
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -49,7 +51,7 @@ Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names
 
 
 def job(num_ranks: int, *names: str) -> list[str]:
-    return [TORCHRUN, "--standalone", "--nproc-per-node", str(num_ranks), str(JOB), *names]
+    return [*ranks_of_node(num_ranks), str(JOB), *names]
 
 
 def start(*command: str | Path) -> Ended:
@@ -179,7 +181,8 @@ def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
 
 
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:
-    ended = run_planned("ddp", tmp_path, *job(2, "ddp:killed"))
+    torchrun = [TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    ended = run_planned("ddp", tmp_path, *torchrun, str(JOB), "ddp:killed")
     assert ended.returncode == 1, "torchrun's own"
     assert "3 of 3" in row(ended, "all-reduces"), "kept after the fourth step; it was killed after the fifth"
     assert row(ended, "all-reduces").rstrip().endswith("verified")
