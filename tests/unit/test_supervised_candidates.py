@@ -1,7 +1,7 @@
 """What is tried on a running job, and what rank 0 decides: from kernels seen to directives with their reasons."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -158,6 +158,8 @@ def test_without_a_collective_nothing_is_tried(functions: list[object]) -> None:
     assert proposal.refusals
 
 
+@example(300)
+@settings(max_examples=25)  # of up to 300 kernels each
 @given(st.integers(1, 300))
 def test_every_candidate_fits_the_filters_table(num_kernels: int) -> None:
     proposal = propose_live([seen(f"_Z4long{number}Pf") for number in range(num_kernels)] + [nccl()], GPU)
