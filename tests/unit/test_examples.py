@@ -48,6 +48,7 @@ for words in sys.argv[1:]:
         print(refused)
 """
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1"}
+pytestmark = pytest.mark.xdist_group("examples")  # one worker, for many of these read what one job printed
 BARE = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 
 

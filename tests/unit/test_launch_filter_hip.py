@@ -16,6 +16,9 @@ EXTRA = {"hipExtLaunchKernel": 7 + 20 + 300 + 1000, "hipExtModuleLaunchKernel": 
 CAP = FilterRule(pattern="capped*", dynamic_shared_bytes=20_000, ctas_per_sm=3)
 
 
+pytestmark = pytest.mark.xdist_group("filter for AMD")  # one worker, which builds it once
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build_for_hip(tmp_path_factory.mktemp("built"))
