@@ -1,5 +1,7 @@
 """What notebooks show of values: a short line and a small table, whatever the value holds, and only public names on Tab."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from xml.etree import ElementTree
 
@@ -8,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import counterpoint
-from counterpoint import Directive, Kernel, Match, Plan, Priority, Simulator, Step, integrations, load_machine, measure, ops
+from counterpoint import (
+    Directive,
+    Kernel,
+    Match,
+    Plan,
+    Priority,
+    Simulator,
+    Step,
+    Tuning,
+    integrations,
+    load_machine,
+    measure,
+    ops,
+)
 from counterpoint.analysis.combine import combine
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.display import MOST_LETTERS, capped, html_list, html_table
@@ -17,15 +32,23 @@ from helpers.command import TRACES
 
 MACHINE = load_machine("h200")
 TRACED = counterpoint.read_trace(TRACES / "fsdp2.rank0.json.gz")
-TUNING = counterpoint.tune(TRACED.step, MACHINE)
-LARGE = {
-    "machine": MACHINE,
-    "step": TRACED.step,
-    "traced step": TRACED,
-    "timeline": TUNING.baseline,
-    "plan": TUNING.plan,
-    "tuning": TUNING,
-    "analysis": combine([analyze_rank(read_activity(TRACES / "ddp.rank0.json.gz"))]),
+pytestmark = pytest.mark.xdist_group("notebooks")  # one worker, which tunes once
+
+
+@cache
+def tuning() -> Tuning:
+    """When a test needs it, for it takes seconds."""
+    return counterpoint.tune(TRACED.step, MACHINE)
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "machine": lambda: MACHINE,
+    "step": lambda: TRACED.step,
+    "traced step": lambda: TRACED,
+    "timeline": lambda: tuning().baseline,
+    "plan": lambda: tuning().plan,
+    "tuning": tuning,
+    "analysis": lambda: combine([analyze_rank(read_activity(TRACES / "ddp.rank0.json.gz"))]),
 }
 
 
@@ -35,7 +58,7 @@ def parsed(html: str) -> ElementTree.Element:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_value_is_short_in_a_notebook(name: str) -> None:
-    value: Any = LARGE[name]
+    value = LARGE[name]()
     assert len(repr(value)) <= MOST_LETTERS
     assert len(value._repr_html_()) <= MOST_LETTERS
     assert parsed(value._repr_html_()).findtext("b")
@@ -45,9 +68,9 @@ def test_the_words_say_what_the_value_is() -> None:
     assert (
         repr(TRACED.step) == "<Step 'fsdp2.rank0': 276 kernels, 18 collectives of 6.751 GiB, 140 copies and fills, 4 ranks>"
     )
-    assert repr(TUNING) == f"<Tuning GAIN: {TUNING.plan.summary}; {len(TUNING.trials)} trials>"
+    assert repr(tuning()) == f"<Tuning GAIN: {tuning().plan.summary}; {len(tuning().trials)} trials>"
     assert repr(MACHINE).startswith("<Machine 'h200': 8 x NVIDIA H200")
-    assert repr(TUNING.baseline).startswith("<Timeline of 'fsdp2.rank0': simulated, 434 intervals, 1 rank, ends at ")
+    assert repr(tuning().baseline).startswith("<Timeline of 'fsdp2.rank0': simulated, 434 intervals, 1 rank, ends at ")
     assert repr(Simulator()) == "Simulator()"
 
 
@@ -59,14 +82,14 @@ def test_a_small_value_is_shown_whole() -> None:
 
 
 def test_the_table_of_a_tuning_has_the_shortest_candidates() -> None:
-    rows = [[cell.text for cell in row] for row in parsed(TUNING._repr_html_()).iter("tr")]
+    rows = [[cell.text for cell in row] for row in parsed(tuning()._repr_html_()).iter("tr")]
     assert rows[0] == ["candidate (simulated)", "makespan", "change", "exposed"]
     assert rows[1][0] == "as it is"
-    assert rows[2][0] == min(TUNING.trials, key=lambda trial: trial.makespan_us).label
+    assert rows[2][0] == min(tuning().trials, key=lambda trial: trial.makespan_us).label
 
 
 def test_the_table_of_metrics_has_the_figures_over_all_ranks() -> None:
-    found = measure(TUNING.baseline)
+    found = measure(tuning().baseline)
     assert [cell.text for cell in parsed(found._repr_html_()).iter("th")] == ["makespan", "exposed", "overlap"]
 
 
