@@ -1,4 +1,4 @@
-"""`counterpoint run` on 4 nodes of 2 ranks: on one host, but with an agent, a run, a temporary folder and a rendezvous each.
+"""`counterpoint run` on 2 or 4 nodes of 2 ranks: on one host, but with an agent, a run, a folder and a rendezvous each.
 
 The nodes share nothing but the network: each `counterpoint run` starts its own torchrun, as Slurm or Kubernetes would do it.
 Each process that imports torch costs two seconds of a core, so a job serves several assertions, and where torchrun is not
@@ -39,12 +39,17 @@ def priority_plan(folder: Path) -> Path:
     return folder / "plan.toml"
 
 
-def torchrun(node: int, port: int, rendezvous: str) -> list[str]:
+def torchrun(num_nodes: int, *rendezvous: str) -> list[str]:
     """What starts one node's ranks with an agent of torch."""
-    shared = [str(TORCHRUN), "--nnodes", str(NUM_NODES), "--nproc-per-node", str(RANKS_PER_NODE)]
-    if rendezvous == "static":
-        return [*shared, "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    return [*shared, "--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    return [str(TORCHRUN), "--nnodes", str(num_nodes), "--nproc-per-node", str(RANKS_PER_NODE), *rendezvous]
+
+
+def by_c10d(port: int) -> tuple[str, ...]:
+    return ("--rdzv-backend", "c10d", "--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}")
+
+
+def static(node: int, port: int) -> tuple[str, ...]:
+    return ("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port))
 
 
 class Nodes:
@@ -109,10 +114,10 @@ def own_lines(errors: Sequence[str]) -> list[str]:
 def test_tuning_finds_a_plan_for_all_nodes_and_rank_0s_saves_it(driver: Path, tmp_path: Path) -> None:
     """Under c10d rendezvous."""
     port, found = free_port(), tmp_path / "found.toml"
-    commands = [[*torchrun(node, port, "c10d"), JOB, driver, "--steps", "150"] for node in range(NUM_NODES)]
+    commands = [[*torchrun(2, *by_c10d(port)), JOB, driver, "--steps", "150"]] * 2
     with Nodes(tmp_path, supervised(("--tune", "--budget", "120", "-o", found), commands)) as nodes:
         statuses, errors = nodes.end()
-    assert statuses == [0] * NUM_NODES, errors
+    assert statuses == [0, 0], errors
     assert sum("GAIN after" in line for line in own_lines(errors)) == 1, errors
     assert sum("plan saved to" in line for line in own_lines(errors)) == 1, errors
     assert load_plan(found).verdict == "GAIN"
@@ -121,8 +126,7 @@ def test_tuning_finds_a_plan_for_all_nodes_and_rank_0s_saves_it(driver: Path, tm
 def test_ranks_of_two_nodes_that_elastic_agents_start_again_get_the_plan_again(driver: Path, tmp_path: Path) -> None:
     """Each attempt has a store of its own: torch's shared one (2.13) gives gloo the addresses of the former ranks."""
     port = free_port()
-    agent = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
-    agent += ["--rdzv-id", "job", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    agent = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *by_c10d(port)]
     job = [JOB, driver, "--steps", "40", "--fails-once", tmp_path / "failed"]
     run = supervised(("--plan", priority_plan(tmp_path)), [[*agent, *job]] * 2)
     with Nodes(tmp_path, run, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as nodes:
@@ -186,7 +190,7 @@ def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(driver: Pa
     """Under static rendezvous; nobody hangs, and the nodes that are left prove what took effect on them."""
     port = free_port()
     job = [JOB, driver, "--steps", "1000000", "--began", tmp_path / "rank"]
-    commands = [[*torchrun(node, port, "static"), *job] for node in range(NUM_NODES)]
+    commands = [[*torchrun(NUM_NODES, *static(node, port)), *job] for node in range(NUM_NODES)]
     with Nodes(tmp_path, supervised(("--plan", priority_plan(tmp_path)), commands)) as nodes:
         deadline = time.monotonic() + LIMIT_S
         while not all((tmp_path / f"rank{rank}").exists() for rank in range(8)):
