@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from counterpoint.ops.added_matmul import add_product
 from counterpoint.ops.transport import Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Action, Region
 
@@ -175,9 +176,21 @@ def _split_evenly(reads: Sequence[Region], writes: Sequence[Region], fixed: Tens
 
 
 def _add_matmul(fixed: Tensors, source: Region, added: Region, target: Region) -> Compute:
-    """Add a matmul in place: if the rows to add to differed from those to write, torch would copy them first."""
-    assert added == target
-    return _one_matmul(source, target, fixed, is_sum=True)
+    """Add a matmul to what is in `target`, or to other rows, if these are `added`."""
+    if added == target:
+        return _one_matmul(source, target, fixed, is_sum=True)
+    rows_of_added = _bound(added, fixed)
+    start, num_rows, out_start = source.start, source.num_rows, target.start
+
+    def compute(tensors: Tensors, weights: Weights) -> None:
+        for factor, weight, product, is_added in _products(tensors, weights, source.buffer, target.buffer):
+            rows, out = rows_in(factor, start, num_rows), rows_in(product, out_start, num_rows)
+            if is_added:
+                torch.addmm(out, rows, weight, out=out)
+            else:
+                add_product(rows_of_added(tensors), rows, weight, out)
+
+    return compute
 
 
 def _sum(action: Action, fixed: Tensors) -> Compute:

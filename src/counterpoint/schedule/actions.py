@@ -26,8 +26,8 @@ Pass = Literal["forward", "backward"]
 DataType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 # begin, end: see above. copy: to another rank, by a copy engine. place: a copy within a rank. matmul: writes rows @ weight;
-# add_matmul: adds them to what is there. activate: a function of every element. sum: adds up what it reads. weight_gradient:
-# transposed left @ right, all rows.
+# add_matmul: adds them to what it reads last. activate: a function of every element. sum: adds up what it reads.
+# weight_gradient: transposed left @ right, all rows.
 Kind = Literal["begin", "copy", "place", "matmul", "add_matmul", "activate", "sum", "weight_gradient", "end"]
 # given: the caller's. symmetric: one part on every rank, which the others write. local: a rank's own. result: returned.
 Home = Literal["given", "symmetric", "local", "result"]

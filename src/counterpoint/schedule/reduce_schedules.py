@@ -165,21 +165,17 @@ def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, 
 
 
 def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
-    """Add the last part of a chunk: place what arrived in the product at once, beside other matmuls, and add the rank's own
-    part to it."""
-    came = arrivals.of([here])
-    if not came:  # a single rank
-        return _multiply(builder, here, target)
-    placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
-    return _multiply(builder, here, target, [placed])
+    """Add the last part of a chunk: the product is what arrived plus the rank's own part."""
+    return _multiply(builder, here, target, arrivals.of([here]))
 
 
 def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[int] = ()) -> int:
-    """Add the matmul of a rank's part of a chunk, which writes `target`, or adds to its content `after` these actions."""
+    """Add the matmul of a rank's part of a chunk, which writes `target`. If the chunk arrived by the actions `after`, the
+    matmul adds to it."""
     activation = Region(rank=here.rank, buffer="activation", start=here.start, stop=here.stop)
     stream = builder.compute_stream(here.rank)
     if after:
-        return builder.add("add_matmul", stream, here.rank, reads=[activation, target], writes=[target], after=after)
+        return builder.add("add_matmul", stream, here.rank, reads=[activation, here], writes=[target], after=after)
     return builder.add("matmul", stream, here.rank, reads=[activation], writes=[target])
 
 

@@ -1,0 +1,65 @@
+"""A matrix plus a product by one kernel of cuBLASLt: results, and that nothing else runs on the GPU."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from counterpoint.ops import added_matmul
+from counterpoint.ops.added_matmul import add_product
+
+NUM_ROWS, NUM_INNER, NUM_COLUMNS = 384, 512, 640
+
+
+def drawn(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*sizes, device="cuda").to(dtype)
+
+
+def gpu_operations(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> list[str]:
+    """Names of what one call runs on the GPU."""
+    add_product(added, left, right, out)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
+        add_product(added, left, right, out)
+        torch.cuda.synchronize()
+    return [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed weight"])
+@pytest.mark.parametrize("layout", ["whole", "rows", "columns", "odd rows"])
+def test_the_sum_is_right_and_one_kernel_in_half_precision(dtype: torch.dtype, is_transposed: bool, layout: str) -> None:
+    left = drawn(NUM_ROWS, NUM_INNER, dtype=dtype)
+    right = drawn(NUM_COLUMNS, NUM_INNER, dtype=dtype).t() if is_transposed else drawn(NUM_INNER, NUM_COLUMNS, dtype=dtype)
+    added, out = drawn(2 * NUM_ROWS, NUM_COLUMNS, dtype=dtype), drawn(2 * NUM_ROWS, 2 * NUM_COLUMNS, dtype=dtype)
+    start = {"rows": 128, "odd rows": 3}.get(layout, 0)
+    there, target = (
+        added[start : start + NUM_ROWS],
+        out[start : start + NUM_ROWS, NUM_COLUMNS if layout == "columns" else 0 :],
+    )
+    target = target[:, :NUM_COLUMNS] if layout == "columns" else drawn(NUM_ROWS, NUM_COLUMNS, dtype=dtype)
+    before = there.clone()
+    found = gpu_operations(there, left, right, target)
+    wanted = before.double() + left.double() @ right.double()
+    rounding = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-3  # fp32 may be multiplied as tf32
+    assert (target - wanted).abs().max() <= 2 * rounding * wanted.abs().max()
+    assert torch.equal(there, before)
+    assert dtype == torch.float32 or len(found) == 1, found
+
+
+def test_bits_are_the_same_in_every_call() -> None:
+    operands = [drawn(*sizes, dtype=torch.bfloat16) for sizes in ((512, 1024), (512, 2048), (2048, 1024))]
+    results = [torch.empty_like(operands[0]) for _ in range(5)]
+    for result in results:
+        add_product(*operands, result)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_settings_that_the_library_would_not_follow_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = [drawn(*sizes, dtype=torch.float16) for sizes in ((256, 256), (256, 256), (256, 256))]
+    monkeypatch.setattr(added_matmul, "_kernel", lambda *_: pytest.fail("the library would multiply"))
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        add_product(*operands, out := torch.empty_like(operands[0]))
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    assert (out.double() - operands[0].double() - operands[1].double() @ operands[2].double()).abs().max() < 1
