@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from benchmarks.conditions import store
 from benchmarks.heuristic_cases import (
-    MACHINE,
     OPERATIONS,
     SEEDED,
+    SEEDED_ON_H100,
     STORED,
     UNSEEN,
     Case,
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 
 def choices(cases: Iterable[Case], costs: Costs = DEFAULT_COSTS) -> list[Choice]:
     """The pick for each case."""
-    return [Choice(case, pick_schedule(case.problem, MACHINE, "forward", costs).description.label()) for case in cases]
+    return [Choice(case, pick_schedule(case.problem, case.machine, "forward", costs).description.label()) for case in cases]
 
 
 def figures(chosen: list[Choice]) -> dict[str, float]:
@@ -125,6 +125,7 @@ def evaluation() -> dict[str, object]:
     chosen = choices(all_cases())
     unseen = {part: choices(stored_cases(2, name)) for part, name in UNSEEN.items()}
     seeded = {seed: choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED)).items()}
+    unseen |= {f"H100, {seed}": choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED_ON_H100)).items()}
     of_unseen = {
         f"{part}, {group}": figures(of_group)
         for part, picks in (unseen | seeded).items()

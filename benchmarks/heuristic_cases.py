@@ -6,20 +6,24 @@ from typing import Any, NamedTuple
 
 from benchmarks.conditions import RESULTS
 from benchmarks.ops_shapes import SEEDED_PREFIX
-from counterpoint.machine import load_machine
+from counterpoint.machine import Machine, load_machine
 from counterpoint.schedule import Problem
 
-MACHINE = load_machine("h200")
+MACHINES = {name: load_machine(name) for name in ("h200", "h100")}
+MACHINE = MACHINES["h200"]
 OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 # Calls of 2 GPUs were replayed as CUDA graphs, as repeated calls are; those of 4 GPUs were issued one by one.
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
-UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json"}  # on 2 GPUs; no part of any fit
+# On 2 GPUs; no part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
+UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "H100": "ops_grid_2x_h100.json"}
 SEEDED = "ops_seeded_2x_h200.json"
+SEEDED_ON_H100 = "ops_seeded_2x_h100.json"
 
 
 class Case(NamedTuple):
     """One operator on one shape and number of GPUs, and the measured times of its schedules, sequential included."""
 
+    machine: Machine
     num_gpus: int
     op: str
     shape: str
@@ -37,14 +41,17 @@ def stored_entries(name: str) -> list[dict[str, Any]]:
 
 def stored_cases(num_gpus: int, name: str = "") -> list[Case]:
     """The cases of a stored result, of the layers unless it is named."""
-    return [_case(num_gpus, entry) for entry in stored_entries(name or STORED[num_gpus])]
+    name = name or STORED[num_gpus]
+    machine = next(machine for gpu, machine in MACHINES.items() if f"_{gpu}." in name)
+    return [_case(machine, num_gpus, entry) for entry in stored_entries(name)]
 
 
-def _case(num_gpus: int, entry: dict[str, Any]) -> Case:
+def _case(machine: Machine, num_gpus: int, entry: dict[str, Any]) -> Case:
     num_rows, num_columns, num_inner = entry["sizes_m_n_k"]
     sizes = {"num_rows": num_rows, "num_columns": num_columns, "num_inner": num_inner}
     timed = {label: each for label, each in entry["candidates"].items() if "/" in label or label == "sequential"}
     return Case(
+        machine=machine,
         num_gpus=num_gpus,
         op=entry["op"],
         shape=entry["shape"]["name"],

@@ -110,7 +110,7 @@ class SchedulesFit:
         self._schedules = [list(self._made(case)) for case in self._cases]
 
     def _made(self, case: Case) -> Iterable[tuple[CopySchedule, float]]:
-        for description in candidate_descriptions(case.problem, MACHINE):
+        for description in candidate_descriptions(case.problem, case.machine):
             if description.label() in case.times_us:
                 yield make_schedule(case.problem, description), case.times_us[description.label()]
 
@@ -119,8 +119,8 @@ class SchedulesFit:
         the pick; sequential is one of the schedules."""
         total = 0.0
         for case, schedules in zip(self._cases, self._schedules, strict=True):
-            estimated = [estimate(schedule, case.problem, MACHINE, costs).makespan_us for schedule, _ in schedules]
-            estimated.append(estimate_sequential(case.problem, MACHINE, costs))
+            estimated = [estimate(schedule, case.problem, case.machine, costs).makespan_us for schedule, _ in schedules]
+            estimated.append(estimate_sequential(case.problem, case.machine, costs))
             measured = [*(time_us for _, time_us in schedules), case.times_us["sequential"]]
             total += _error(estimated, measured) + _shared_regret(estimated, measured)
         return total / len(self._cases)
