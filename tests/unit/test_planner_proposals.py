@@ -149,7 +149,27 @@ def test_head_starts_are_refused_on_amd_with_the_reason() -> None:
     found = proposed(made_up, MI300X)
     assert "head_start" not in families(found)
     assert refused(found, "head_start") == [("all kernels", NO_HEAD_STARTS)]
-    assert propose_unsimulated(made_up, MI300X) == ()
+    assert {candidate.family for candidate in propose_unsimulated(made_up, MI300X)} == {"residency_cap"}
+
+
+def test_the_kernel_that_races_collectives_longest_may_lose_one_cta_per_sm_for_its_own_sake() -> None:
+    made_up = step(
+        kernel("before", lone_us=50),
+        kernel("short", lone_us=100),
+        kernel("long", lone_us=300),
+        collective(0),
+        collective(1),
+        kernel("later", lone_us=900),
+    )
+    (candidate,) = [each for each in propose_unsimulated(made_up, H200) if each.family == "residency_cap"]
+    (directive,) = candidate.directives
+    assert (candidate.label, directive.match.name, directive.controls[0].ctas_per_sm) == (
+        "a CTA less per SM (15)",
+        "long",
+        15,
+    )
+    single = step(kernel("before", lone_us=50), kernel("gemm", CUBLAS), collective(0))
+    assert {each.family for each in propose_unsimulated(single, H200)} == {"head_start", "priority"}
 
 
 def test_priority_is_refused_on_amd_with_the_variable_that_turns_it_on() -> None:

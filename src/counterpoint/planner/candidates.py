@@ -4,6 +4,7 @@ A control is proposed only if the baseline's timeline shows something for it to 
 search then decides whether it pays.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from counterpoint.controls import Applier, CommunicationCtas, HeadStart, LightKernel, Priority, ResidencyCap
@@ -72,7 +73,9 @@ def propose(
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
-    """Return controls that can change the winner of a race that a simulation cannot predict; the caller measures them."""
+    """Return controls with effects that a simulation cannot predict; the caller measures them. Priority and head starts can
+    change the winner of a race, and a cap can make a kernel faster by itself.
+    """
     rivals = find_rivals(step)
     if not rivals:
         return ()
@@ -82,7 +85,29 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
         reason = "kernels become ready at the same time as collectives; a higher priority places the collectives first"
         controls = (Priority(priority=machine.gpu.greatest_priority),)
         candidates.append(one("priority", "priority", Match(kind="communication", operations=collectives), controls, reason))
-    return tuple(candidates)
+    return (*candidates, *_mild_cap(step, machine.gpu, rivals))
+
+
+def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate]:
+    """Yield a cap of one CTA per SM less for the kernel that takes longest of those that race a collective.
+
+    Triton matmuls of some tiles took 6 to 7 % less so, on H100s or H200s (docs/shaping.md).
+    """
+    total_us: dict[str, float] = {}
+    kernels: dict[str, Kernel] = {}
+    for number in rivals:
+        operation = step.operations[number]
+        if isinstance(operation, Kernel) and operation.lone_us is not None:
+            total_us[operation.name] = total_us.get(operation.name, 0.0) + operation.lone_us
+            kernels.setdefault(operation.name, operation)
+    longest = kernels.get(max(total_us, key=lambda name: total_us[name], default=""))
+    usual = residency(gpu, longest.footprint).ctas_per_sm if longest is not None else 0
+    if longest is None or usual < 2:
+        return
+    reason = f"{usual - 1} instead of {usual} CTAs per SM: some kernels are faster so"
+    with contextlib.suppress(OccupancyError):  # no number of bytes gives that residency
+        cap = _cap(gpu, longest, usual - 1, longest.footprint.carveout_percent, reason)
+        yield Candidate(family="residency_cap", label=f"a CTA less per SM ({usual - 1})", directives=(cap,))
 
 
 def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
@@ -215,12 +240,12 @@ def _cta_us(gpu: Gpu, kernel: Kernel) -> float | None:
     return kernel.lone_us / max(1.0, kernel.footprint.num_ctas / slots)
 
 
-def _cap(gpu: Gpu, blocker: Blocker, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:
-    footprint = blocker.footprint
+def _cap(gpu: Gpu, kernel: Blocker | Kernel, ctas_per_sm: int, carveout_percent: int, reason: str) -> Directive:
+    footprint = kernel.footprint
     is_raised = ctas_per_sm < residency(gpu, footprint).ctas_per_sm
     dynamic = cap_shared_bytes(gpu, footprint, ctas_per_sm) if is_raised else footprint.dynamic_shared_bytes
     cap = ResidencyCap(ctas_per_sm=ctas_per_sm, dynamic_shared_bytes=dynamic, carveout_percent=carveout_percent)
-    return Directive(match=Match(name=blocker.name, kind="computation"), controls=(cap,), reason=reason)
+    return Directive(match=Match(name=kernel.name, kind="computation"), controls=(cap,), reason=reason)
 
 
 def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:

@@ -34,7 +34,7 @@ from counterpoint.step import Collective, Step
 from counterpoint.value import Value
 
 Kinds = tuple[str, ...]
-SUMS = "transport of reductions"
+CAP, SUMS = "residency_cap", "transport of reductions"
 MOVES = frozenset({("transport",), (SUMS,)})
 
 
@@ -125,7 +125,7 @@ def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 
 
 
 def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
-    """Return trials of controls for which the simulator saw no use because they decide a race that it cannot predict."""
+    """Return trials of controls for which the simulator saw no use and whose effects it cannot predict."""
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
@@ -155,7 +155,8 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         # trial
         if directives and not unmet and _moves(captured, directives) == moves:
             best[kinds] = Contender(label=trial.label, directives=directives)
-            if len(kinds) == 1 and trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR):
+            is_unpredicted = kinds == (CAP,)  # what a cap does to the kernel itself
+            if len(kinds) == 1 and (is_unpredicted or trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR)):
                 promising.append(kinds[0])
     for pair in combinations(promising, 2):
         parts = [best[kind,] for kind in pair]
