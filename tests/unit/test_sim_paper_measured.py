@@ -7,14 +7,13 @@ import pytest
 from helpers.paper_runs import BASELINE, captured_steps, changes, measured_rows, simulated_rows
 
 POINTS = 3.0  # asked for: the predicted change is so near the measured one, in percent of plain overlap
-# The matmuls of these run at 1,400 to 1,600 MHz in a step and were timed alone at 1,980, the clock that is simulated here
-# (docs/simulator.md). Their spread is 1 to 6 %, so no more can be asked for.
+# The matmuls of mb_ar_large and cb_a2a_large run at 1,400 to 1,600 MHz in a step; their spread is 1 to 6 %.
 # That of cb_a2a_opt1 runs 10 % faster alone than the same tile on other sizes, and loses that beside anything.
 # The rows of mb_ar_opt1 and mb_ar_opt2 on 2 GPUs are of three rounds: like variants differ by up to 6 % there.
 FARTHER = {
     (4, "cb_ar_opt1"): 3.1,
-    (2, "mb_ar_large"): 4.0,
-    (2, "cb_a2a_large"): 6.0,
+    (2, "mb_ar_large"): 3.2,
+    (2, "cb_a2a_large"): 5.0,
     (2, "cb_a2a_opt1"): 4.0,
     (2, "mb_ar_opt1"): 4.0,
     (2, "mb_ar_opt2"): 8.0,
@@ -42,5 +41,5 @@ def test_priority_and_head_starts_change_a_step_as_measured_within_3_points(num_
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_plain_overlap_takes_its_measured_time(num_ranks: int, name: str) -> None:
-    limit = 0.14 if "large" in name else 0.07
+    limit = 0.08 if name == "cb_a2a_large" else 0.07
     assert simulated(num_ranks, name)[BASELINE] == pytest.approx(measured_rows(num_ranks)[name][BASELINE], rel=limit)

@@ -113,25 +113,28 @@ def simulate_paper(step: Step, machine: Machine) -> PaperResult:
     """Simulate the grid, including copy engines if the collective only moves data."""
     choice = tune(step, machine, Simulator()).plan
     plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
-    scale = scale_of(step, machine, plans.values())
+    scale, rows = simulated_rows(step, machine, plans)
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
         ideal_us=scale.ideal_us,
-        rows=simulated_rows(step, machine, plans, scale),
+        rows=rows,
         choice=choice,
     )
 
 
-def simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan], scale: Scale) -> tuple[PaperRow, ...]:
-    """Simulate the sequential form and each plan."""
-    simulator = Simulator()
+def simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan]) -> tuple[Scale, tuple[PaperRow, ...]]:
+    """Simulate the sequential form and each plan, at the clock that the power limit allows plans that take turns; return
+    them and the step's scale.
+    """
+    simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, list(plans.values())))
+    scale = scale_of(step, machine, plans.values(), simulator=simulator)
     rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
     for label, plan in plans.items():
         found = measure(simulator.run(step, machine, plan))
         rows.append(PaperRow(label=label, simulated_us=found.makespan_us, overlap_ratio=found.overlap_ratio))
-    return with_time_ratios(rows)
+    return scale, with_time_ratios(rows)
 
 
 def measure_paper(
@@ -145,16 +148,16 @@ def measure_paper(
     """Measure the grid on GPUs, interleaved with plain overlap, and simulate it from the captured step.
 
     `forms` are variants that no rewriting of the overlapped step makes, such as sequential; this function closes them. The
-    planner chooses first, by measurements of its own; then its plan runs as a row of the grid, in the same rounds.
+    planner chooses first, by as many rounds as for any captured step; then its plan runs as a row of the grid, in the same
+    rounds.
     """
     step = overlapped.read.step
     with ExitStack() as opened:
         for form in forms.values():
             opened.callback(form.executable.close)
-        choice = tune_measured(overlapped, machine, num_rounds=num_rounds).plan
+        choice = tune_measured(overlapped, machine).plan
         plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
-        scale = scale_of(step, machine, plans.values())
-        simulated = simulated_rows(step, machine, plans, scale)
+        scale, simulated = simulated_rows(step, machine, plans)
         grid = _make_ready(overlapped, {**_movable(overlapped, plans), CHOICE: choice}, opened)
         variants = {PLAIN: grid[PLAIN], **forms, **grid}
         rows = _measured_rows(overlapped, variants, simulated, readings, num_rounds)
@@ -182,8 +185,7 @@ def measure_variants(
         for form in forms.values():
             opened.callback(form.executable.close)
         plans = sweep_plans(step, machine)
-        scale = scale_of(step, machine, plans.values())
-        simulated = simulated_rows(step, machine, plans, scale)
+        scale, simulated = simulated_rows(step, machine, plans)
         grid = _make_ready(overlapped, _movable(overlapped, plans), opened)
         variants = {PLAIN: grid[PLAIN], **forms, **grid}
         rows = _measured_rows(overlapped, variants, simulated, readings, num_rounds)

@@ -12,7 +12,6 @@ from counterpoint.paper.cases import Axis, SweepCase, cases_of, check_memory
 from counterpoint.paper.grid import simulated_rows, sweep_plans
 from counterpoint.paper.launches import compiled_for
 from counterpoint.paper.values import Sweep, SweepPoint
-from counterpoint.planner.ideal import scale_of
 from counterpoint.step import Kernel, Step
 from counterpoint.workloads import build_step
 from counterpoint.workloads.description import Description
@@ -39,8 +38,7 @@ def _simulate(case: SweepCase, machine: Machine, is_compiled: bool) -> SweepPoin
         step = build_step(compiled_for(described, machine.gpu) if is_compiled else described)
         _check_launches(step, machine)
         plans = sweep_plans(step, machine)
-        scale = scale_of(step, machine, plans.values())
-        rows = simulated_rows(step, machine, plans, scale)
+        scale, rows = simulated_rows(step, machine, plans)
     except (StepError, OccupancyError, MachineError) as problem:
         return point.with_rows((), None, str(problem))
     return point.with_rows(rows, scale.ideal_us)

@@ -37,13 +37,19 @@ class Scale(Value, frozen=True, kw_only=True):
         return self.in_pieces_us if any(isinstance(each, OverlapMatmul | OwnStream) for each in controls) else self.ideal_us
 
 
-def scale_of(step: Step, machine: Machine, plans: Iterable[Plan] = (), traced_us: float | None = None) -> Scale:
+def scale_of(
+    step: Step,
+    machine: Machine,
+    plans: Iterable[Plan] = (),
+    traced_us: float | None = None,
+    simulator: Simulator | None = None,
+) -> Scale:
     """Return the scale of a step by the simulator's lone times. `traced_us` is the measured makespan, if there is one.
 
     `plans` are the plans shown beside the scale. What they move by copy engines counts even if the planner would not
     move it.
     """
-    simulator = Simulator()
+    simulator = simulator or Simulator()
     lone_us = simulator.lone_times_us(step, machine)
     moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step, machine).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]

@@ -75,6 +75,7 @@ class Simulator(AbstractExecutor):
 
         Turns shorter than the limit's window of some tens of milliseconds share one clock. Raises as `run` does.
         """
+        check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
         runs = [
             StepRun(step, EffectReader(step, machine, plan, calibration).effects(), machine, calibration) for plan in plans
@@ -82,7 +83,8 @@ class Simulator(AbstractExecutor):
         return clock_share(runs)
 
     def lone_times_us(self, step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> list[float]:
-        """Return each operation's time alone on `machine`, in microseconds, in the order of the step.
+        """Return each operation's time alone on `machine`, in microseconds, in the order of the step; at the simulator's own
+        clock, if it has one.
 
         Of a plan's controls, only those that move a collective by copies count: the collective then takes the copies' time,
         without the time of the sum if it reduces.
@@ -90,4 +92,4 @@ class Simulator(AbstractExecutor):
         check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)
         effects = EffectReader(step, machine, plan, calibration).effects()
-        return StepRun(step, effects, machine, calibration).lone_us()
+        return StepRun(step, effects, machine, calibration).lone_us(self._clock_share or 1.0)

@@ -7,10 +7,10 @@ from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect
 from counterpoint.sim.engine import Engine
-from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel
+from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, clock_exponent
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.task_graph import TaskGraph
-from counterpoint.step import Collective, Copy, Footprint, Step
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import ps_to_us
 
 Spans = list[tuple[int, int]]
@@ -31,23 +31,27 @@ class StepRun:
         engine = Engine(self._machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 
-    def lone_us(self) -> list[float]:
-        """Return each operation's time alone, in microseconds; for an operation that copies move, the copies' time."""
+    def lone_us(self, clock_share: float = 1.0) -> list[float]:
+        """Return each operation's time alone, in microseconds, at a share of the lone times' clock; for an operation that
+        copies move, the copies' time.
+        """
         costs = CostModel(self._machine, self.calibration)
         return [
             costs.copied_us(operation)
             if isinstance(operation, Collective) and _is_copied(effect)
-            else costs.lone_us(operation)
+            else costs.lone_us(operation) / self._speed(operation, clock_share)
             for operation, effect in zip(self.step.operations, self._effects, strict=True)
         ]
+
+    def _speed(self, operation: Operation, clock_share: float) -> float:
+        """Return the speed of an operation alone at a share of the clock; 1 at the clock of its lone time."""
+        return clock_share ** clock_exponent(operation, self.calibration) if isinstance(operation, Kernel) else 1.0
 
     def drawn(self) -> list[Drawn]:
         """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
         if not self.step.is_timed_in_bursts or not self.calibration.power:
             return []
         power, lone_us = PowerModel(self.calibration), self.lone_us()
-        if not power.is_burst(lone_us):
-            return []
         each = zip(self.step.operations, self._effects, lone_us, strict=True)
         return [power.drawn(operation, time_us, is_copied=_is_copied(effect)) for operation, effect, time_us in each]
 
@@ -65,7 +69,7 @@ def clock_share(runs: Sequence[StepRun]) -> float:
         found = power.next_clock(drawn, makespan_us, before)
         if abs(found - before) < SAME_CLOCK:
             break
-    return found
+    return power.relative_to_lone_times(found, runs[0].lone_us())
 
 
 def _is_copied(effect: Effect) -> bool:

@@ -27,7 +27,7 @@ from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredS
 from counterpoint.value import Value
 
 REPLAYS_PER_TIME = 2  # a time is that of the second replay
-BURST_US = 42_000.0  # the power limit acts after this time under load ([power.window_us] of the H200)
+BURST_US = 42_000.0  # the power limit of an H200 acts after this time under load
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
@@ -139,8 +139,8 @@ def _distinct(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
 def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:
     simulator = Simulator()
     captured = {row.label: row.plan for row in rows if row.setting == "captured"}
-    simulator = Simulator(clock_share=simulator.clock_of_turns(step, machine, list(captured.values())))
     lone_us = simulator.lone_times_us(step, machine)
+    simulator = Simulator(clock_share=simulator.clock_of_turns(step, machine, list(captured.values())))
     predicted: dict[str, float] = {}
     for row in rows:
         if row.label not in predicted:
