@@ -375,6 +375,7 @@ def refused_memory() -> None:
     assert_close(ops.all_gather_matmul(lefts[rank], weights[rank], schedule=description), wanted, "before")
     large = torch.ones(1 << 20, 256, device="cuda", dtype=torch.bfloat16)
     torch.cuda.empty_cache()
+    dist.all_gather_into_tensor(torch.empty(2, device="cuda"), torch.ones(1, device="cuda"))  # NCCL takes its own memory now
     torch.empty(8 << 30, dtype=torch.uint8, device="cuda")  # stays with torch's allocator, where the library's call finds it
     ballast = (
         torch.empty(torch.cuda.mem_get_info()[0] - (256 << 20), dtype=torch.uint8, device="cuda") if rank == 1 else None
