@@ -167,9 +167,9 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         if num_moving < 2 and is_effective:
             best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
     favorite = next(iter(best), ())
-    # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, then the
-    # others
-    ordered = sorted(best, key=lambda kinds: (kinds != favorite, kinds not in MOVES, len(kinds) < 2))
+    # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, those with
+    # caps last, then the others
+    ordered = sorted(best, key=lambda kinds: (kinds != favorite, kinds not in MOVES, len(kinds) < 2, CAP in kinds))
     return [best[kinds] for kinds in ordered], refusals
 
 
