@@ -46,6 +46,18 @@ def test_the_sum_is_right_and_one_kernel_in_half_precision(dtype: torch.dtype, i
     assert dtype == torch.float32 or len(found) == 1, found
 
 
+@pytest.mark.parametrize("sizes", [(37, 512, 644), (37, 513, 641), (64, 1, 64), (64, 64, 1), (1, 64, 64)], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["weight", "transposed weight"])
+def test_sizes_without_a_kernel_of_their_own_are_added_as_well(sizes: tuple[int, int, int], is_transposed: bool) -> None:
+    num_rows, num_inner, num_columns = sizes
+    left, added = drawn(num_rows, num_inner, dtype=torch.bfloat16), drawn(num_rows, num_columns, dtype=torch.bfloat16)
+    right = drawn(num_inner, num_columns, dtype=torch.bfloat16)
+    right = drawn(num_columns, num_inner, dtype=torch.bfloat16).t() if is_transposed else right
+    add_product(added, left, right, out := torch.empty_like(added))
+    wanted = added.double() + left.double() @ right.double()
+    assert (out - wanted).abs().max() <= 2 * torch.finfo(torch.bfloat16).eps * wanted.abs().max()
+
+
 def test_bits_are_the_same_in_every_call() -> None:
     operands = [drawn(*sizes, dtype=torch.bfloat16) for sizes in ((512, 1024), (512, 2048), (2048, 1024))]
     results = [torch.empty_like(operands[0]) for _ in range(5)]

@@ -189,12 +189,20 @@ def test_candidates_are_interleaved_with_the_step_as_it_is() -> None:
     assert len({[controls_of(plan) for plan in order].index(only()) for order in rounds}) > 1
 
 
-@pytest.mark.parametrize("best", [{"residency_cap"}, {"priority", "residency_cap"}], ids=" + ".join)
+@pytest.mark.parametrize("best", [{"residency_cap"}, {"priority", "residency_cap"}], ids=["alone", "with priority"])
 def test_a_cap_that_no_collective_needs_is_measured_and_may_win(best: set[str]) -> None:
     tuning = tuned(taking({only(): BASELINE_US, frozenset(best): 800.0}, otherwise=900.0), nodes=NCCL_NODES)
     assert not any("residency_cap" in trial.families for trial in tuning.simulated.trials)
     assert controls_of(tuning.plan) == best
     assert tuning.plan.verdict == "GAIN"
+
+
+def test_pairs_with_a_cap_take_no_place_of_other_candidates() -> None:
+    measured = labels(tuned(taking({}), nodes=NCCL_NODES))
+    has_cap = ["a CTA less per SM" in label for label in measured]
+    pairs_with_cap = [cap and " + " in label for cap, label in zip(has_cap, measured, strict=True)]
+    assert sum(has_cap) > sum(pairs_with_cap) > 0
+    assert pairs_with_cap == sorted(pairs_with_cap)
 
 
 def test_a_candidate_that_was_fast_in_the_heat_alone_is_not_chosen() -> None:

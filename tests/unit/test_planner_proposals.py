@@ -168,8 +168,10 @@ def test_the_kernel_that_races_collectives_longest_may_lose_one_cta_per_sm_for_i
         "long",
         15,
     )
-    single = step(kernel("before", lone_us=50), kernel("gemm", CUBLAS), collective(0))
-    assert {each.family for each in propose_unsimulated(single, H200)} == {"head_start", "priority"}
+    few = msgspec.structs.replace(ELEMENTWISE, num_ctas=132)
+    for footprint in (CUBLAS, few):  # one CTA per SM, by its size or by its grid
+        single = step(kernel("before", lone_us=50), kernel("gemm", footprint), collective(0))
+        assert {each.family for each in propose_unsimulated(single, H200)} == {"head_start", "priority"}
 
 
 def test_priority_is_refused_on_amd_with_the_variable_that_turns_it_on() -> None:

@@ -10,7 +10,7 @@ from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.calibration_power import fit_power
-from counterpoint.step import Footprint, Kernel, Step
+from counterpoint.step import Collective, Footprint, Kernel, Step
 from helpers.toy_steps import H200
 
 CUBLAS = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=188_604)
@@ -28,8 +28,8 @@ def streaming() -> Kernel:
     return Kernel(name="mul", stream=0, footprint=LIGHT, character="streaming", lone_us=STREAMING_US)
 
 
-def step(*operations: Kernel, **fields: bool) -> Step:
-    return Step(name="load", num_ranks=1, operations=operations, **({"is_timed_in_bursts": True} | fields))  # type: ignore[arg-type]
+def step(*operations: Kernel | Collective, **fields: bool) -> Step:
+    return Step(name="load", num_ranks=2, operations=operations, **({"is_timed_in_bursts": True} | fields))  # type: ignore[arg-type]
 
 
 def end_us(found: Step, simulator: Simulator | None = None, machine: Machine = H200) -> float:
@@ -64,6 +64,26 @@ def test_lone_times_of_a_job_stay_as_they_are() -> None:
 def test_lone_times_that_were_taken_for_longer_than_the_window_are_under_load_already(number: int, longer: float) -> None:
     # measured: 1,372 us each for 42 ms, 1,520 up to 82 ms, then 1,623, which is so much longer than the mean of that many
     assert end_us(step(*[matmul()] * number)) / number == pytest.approx(longer * BURST_US, rel=0.03)
+
+
+@pytest.mark.parametrize("number", [60, 300])
+def test_kernels_beside_each_other_gain_as_much_in_a_long_step_as_in_a_short_one(number: int) -> None:
+    def per_pair(count: int, *, is_beside: bool) -> float:
+        beside = Collective(
+            name="all_gather",
+            stream=int(is_beside),
+            collective="all_gather",
+            num_bytes=1 << 28,
+            group_size=2,
+            library="nccl",
+            lone_us=BURST_US / 2,
+        )
+        pairs = [each for _ in range(count) for each in (beside, matmul())]
+        return max(each.end_us for each in Simulator().run(step(*pairs), H200, LEAVE_IT).intervals) / count
+
+    gains = [per_pair(count, is_beside=True) / per_pair(count, is_beside=False) for count in (8, number)]
+    assert gains[0] < 0.9
+    assert gains[1] == pytest.approx(gains[0], abs=0.02)
 
 
 def test_a_gpu_whose_power_nobody_measured_keeps_its_clock() -> None:

@@ -232,6 +232,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.paper.cases import paper_workload_names  # noqa: PLC0415
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415
     from counterpoint.paper.stored import read_grid  # noqa: PLC0415
+    from counterpoint.planner.measured import NUM_ROUNDS  # noqa: PLC0415
 
     axes = asked.axes()
     descriptions = [on_these_ranks(each) for each in asked.descriptions(paper_workload_names()).values()]
@@ -251,7 +252,8 @@ def _measure_paper(asked: BenchOptions) -> None:
         if described.name in measured:
             continue
         rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
-        result, step = measure_workload(described, rounds, with_energy=asked.with_energy)
+        of_choice = min(asked.rounds or NUM_ROUNDS, NUM_ROUNDS)
+        result, step = measure_workload(described, rounds, num_choice_rounds=of_choice, with_energy=asked.with_energy)
         if rank == 0:
             _show([result], None)
             stored = stored.with_result(result, step, conditions)

@@ -6,6 +6,7 @@ The kernel needs no workspace, so that recorded calls of several streams share n
 """
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -25,6 +26,7 @@ PREFERENCE_REDUCTION, REDUCE_IN_COMPUTE_TYPE = 3, 2
 PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of both operands, of what is added, and of the sum
 ONE = ctypes.c_float(1.0)
 Handle = ctypes.c_void_p
+LOGGER = logging.getLogger("counterpoint")
 
 
 class Operand(NamedTuple):
@@ -92,10 +94,11 @@ def _library() -> Any:
 
 
 @cache
-def _handle(_device: torch.device) -> Handle:
-    """Return the library's handle for the current device."""
+def _handle(device: torch.device) -> Handle:
+    """Return the library's handle for a device."""
     handle = Handle()
-    _check(_library().cublasLtCreate(ctypes.byref(handle)))
+    with torch.cuda.device(device):
+        _check(_library().cublasLtCreate(ctypes.byref(handle)))
     return handle
 
 
@@ -104,7 +107,11 @@ def _kernel(dtype: torch.dtype, device: torch.device, *operands: Operand) -> "_K
     """Return the library's best kernel for right, left, added and out, or None if it has none."""
     if any(1 not in each.stride for each in operands) or any(each.stride[1] != 1 for each in operands[2:]):
         return None
-    kernel = _Kernel(dtype, device, operands)
+    try:
+        kernel = _Kernel(dtype, device, operands)
+    except DeviceError as problem:  # on one rank perhaps, so the product must go on
+        LOGGER.warning("%s torch multiplies instead.", problem)
+        return None
     return kernel if kernel.is_found else None
 
 
@@ -177,4 +184,4 @@ def _set(setter: Any, descriptor: Handle, attribute: int, value: Any) -> None:
 
 def _check(status: int) -> None:
     if status:
-        raise DeviceError(f"cuBLASLt could not add a product: status {status} (cublasStatus_t).")
+        raise DeviceError(f"cuBLASLt cannot add a product: status {status} (cublasStatus_t).")

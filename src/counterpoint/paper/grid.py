@@ -33,7 +33,7 @@ from counterpoint.paper.values import (
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.candidates import HOLDS_US
 from counterpoint.planner.ideal import Scale, scale_of
-from counterpoint.planner.measured import Replayable, tune_measured
+from counterpoint.planner.measured import NUM_ROUNDS, Replayable, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
@@ -144,18 +144,18 @@ def measure_paper(
     *,
     forms: Mapping[str, Variant],
     num_rounds: int,
+    num_choice_rounds: int = NUM_ROUNDS,
 ) -> PaperResult:
     """Measure the grid on GPUs, interleaved with plain overlap, and simulate it from the captured step.
 
     `forms` are variants that no rewriting of the overlapped step makes, such as sequential; this function closes them. The
-    planner chooses first, by as many rounds as for any captured step; then its plan runs as a row of the grid, in the same
-    rounds.
+    planner chooses first, by `num_choice_rounds`; then its plan runs as a row of the grid, in the same rounds.
     """
     step = overlapped.read.step
     with ExitStack() as opened:
         for form in forms.values():
             opened.callback(form.executable.close)
-        choice = tune_measured(overlapped, machine).plan
+        choice = tune_measured(overlapped, machine, num_rounds=num_choice_rounds).plan
         plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
         scale, simulated = simulated_rows(step, machine, plans)
         grid = _make_ready(overlapped, {**_movable(overlapped, plans), CHOICE: choice}, opened)

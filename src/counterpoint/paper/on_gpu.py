@@ -25,6 +25,7 @@ from counterpoint.paper.workloads import (
     num_ranks,
     open_energy_counter,
 )
+from counterpoint.planner.measured import NUM_ROUNDS
 from counterpoint.planner.on_gpu import machine_of
 from counterpoint.step import Step
 from counterpoint.units import US_PER_S
@@ -68,13 +69,22 @@ def measure_sweep(
     return Sweep(workload=description.name, machine=found[0][0], axis=axis, points=points)
 
 
-def measure_workload(description: Description, num_rounds: int, *, with_energy: bool = False) -> tuple[PaperResult, Step]:
+def measure_workload(
+    description: Description, num_rounds: int, *, num_choice_rounds: int = NUM_ROUNDS, with_energy: bool = False
+) -> tuple[PaperResult, Step]:
     """Capture the workload and measure its grid; all ranks call this together. Also returns the captured step.
 
     Raises what capturing raises.
     """
     with _captured(description, with_energy) as (overlapped, readings, forms):
-        result = measure_paper(overlapped, machine_of(overlapped), readings, forms=forms, num_rounds=num_rounds)
+        result = measure_paper(
+            overlapped,
+            machine_of(overlapped),
+            readings,
+            forms=forms,
+            num_rounds=num_rounds,
+            num_choice_rounds=num_choice_rounds,
+        )
         step = overlapped.read.step
     return replace(result, iterations=description.iterations), step
 

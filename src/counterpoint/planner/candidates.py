@@ -101,13 +101,14 @@ def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate
             total_us[operation.name] = total_us.get(operation.name, 0.0) + operation.lone_us
             kernels.setdefault(operation.name, operation)
     longest = kernels.get(max(total_us, key=lambda name: total_us[name], default=""))
-    usual = residency(gpu, longest.footprint).ctas_per_sm if longest is not None else 0
-    if longest is None or usual < 2:
+    if longest is None:
         return
-    reason = f"{usual - 1} instead of {usual} CTAs per SM: some kernels are faster so"
-    with contextlib.suppress(OccupancyError):  # no number of bytes gives that residency
-        cap = _cap(gpu, longest, usual - 1, longest.footprint.carveout_percent, reason)
-        yield Candidate(family="residency_cap", label=f"a CTA less per SM ({usual - 1})", directives=(cap,))
+    with contextlib.suppress(OccupancyError):  # the GPU cannot run it, or no number of bytes gives that residency
+        usual = residency(gpu, longest.footprint).ctas_per_sm
+        if 2 <= usual <= -(-longest.footprint.num_ctas // gpu.num_sms):
+            reason = f"{usual - 1} instead of {usual} CTAs per SM: some kernels are faster so"
+            cap = _cap(gpu, longest, usual - 1, longest.footprint.carveout_percent, reason)
+            yield Candidate(family="residency_cap", label=f"a CTA less per SM ({usual - 1})", directives=(cap,))
 
 
 def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:

@@ -36,6 +36,8 @@ from counterpoint.value import Value
 Kinds = tuple[str, ...]
 CAP, SUMS = "residency_cap", "transport of reductions"
 MOVES = frozenset({("transport",), (SUMS,)})
+NUM_CANDIDATES = 11  # two transports, light kernels, priority, head starts and a cap, and most of their pairs
+NUM_ROUNDS = 15
 
 
 class Replayable(Protocol):
@@ -83,7 +85,9 @@ class MeasuredTuning(Value, frozen=True, kw_only=True):
     simulated: Tuning
 
 
-def tune_measured(captured: Replayable, machine: Machine, num_candidates: int = 8, num_rounds: int = 15) -> MeasuredTuning:
+def tune_measured(
+    captured: Replayable, machine: Machine, num_candidates: int = NUM_CANDIDATES, num_rounds: int = NUM_ROUNDS
+) -> MeasuredTuning:
     """Find the best plan for a captured step on this machine's GPUs, with the replays of `num_rounds` rounds over all
     candidates.
 
@@ -167,9 +171,12 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         if num_moving < 2 and is_effective:
             best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
     favorite = next(iter(best), ())
-    # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, those with
-    # caps last, then the others
-    ordered = sorted(best, key=lambda kinds: (kinds != favorite, kinds not in MOVES, len(kinds) < 2, CAP in kinds))
+    # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, then the
+    # others, and last pairs with a cap, which is no part of most steps' best plans
+    ordered = sorted(
+        best,
+        key=lambda kinds: (kinds != favorite, kinds not in MOVES, CAP in kinds and len(kinds) > 1, len(kinds) < 2),
+    )
     return [best[kinds] for kinds in ordered], refusals
 
 

@@ -20,6 +20,7 @@ from counterpoint.schedule.builder import (
     require_granularity,
 )
 
+HALF_BYTES = 2  # an element in bf16 or fp16
 # (rank, rows of its own block, position of the action that finished them)
 Finished = Callable[[int, Rows, int], None]
 
@@ -165,17 +166,27 @@ def _accumulate(builder: Builder, arrivals: Arrivals, here: Region, rows: Rows, 
 
 
 def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) -> int:
-    """Add the last part of a chunk: the product is what arrived plus the rank's own part."""
-    return _multiply(builder, here, target, arrivals.of([here]))
+    """Add the last part of a chunk: the product is what arrived plus the rank's own part.
+
+    A matmul of half precision adds both in one kernel. For other types torch would copy first what arrived, so it is placed
+    in the product at once, beside other matmuls.
+    """
+    came = arrivals.of([here])
+    if not came or builder.problem.element_bytes == HALF_BYTES:
+        return _multiply(builder, here, target, came)
+    placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
+    return _multiply(builder, here, target, [placed], added=target)
 
 
-def _multiply(builder: Builder, here: Region, target: Region, after: Sequence[int] = ()) -> int:
+def _multiply(
+    builder: Builder, here: Region, target: Region, after: Sequence[int] = (), *, added: Region | None = None
+) -> int:
     """Add the matmul of a rank's part of a chunk, which writes `target`. If the chunk arrived by the actions `after`, the
-    matmul adds to it."""
+    matmul adds to it, or to `added`."""
     activation = Region(rank=here.rank, buffer="activation", start=here.start, stop=here.stop)
     stream = builder.compute_stream(here.rank)
     if after:
-        return builder.add("add_matmul", stream, here.rank, reads=[activation, here], writes=[target], after=after)
+        return builder.add("add_matmul", stream, here.rank, reads=[activation, added or here], writes=[target], after=after)
     return builder.add("matmul", stream, here.rank, reads=[activation], writes=[target])
 
 

@@ -8,7 +8,8 @@ than others. The power of an operation does not depend on what runs beside it. A
 operation's watts times its time alone, divided by the time of the step, equals the power that the limit leaves above an idle
 GPU; the step is simulated again at that clock.
 
-Lone times of a captured step are taken one after the other. What comes after the limit's window has the lower clock already.
+Lone times of a captured step are taken one after the other. What comes after the limit's window already has the lower clock
+that the limit allows operations one after the other.
 
 The clock is unchanged if a calibration has no figures of power, or if lone times come from a job that ran continuously.
 """
@@ -49,12 +50,9 @@ class PowerModel:
     def __init__(self, calibration: Calibration) -> None:
         self._calibration, self._figures = calibration, calibration.power
 
-    def relative_to_lone_times(self, clock_share: float, lone_us: Sequence[float]) -> float:
-        """Return a share of a burst's clock as a share of the clock of lone times, which were taken one after the other: in
-        the limit's window at the burst's clock, and later at the given one.
-        """
-        in_burst = min(1.0, self._figures["window_us"].value / max(sum(lone_us), 1.0))
-        return clock_share / (in_burst + (1 - in_burst) * clock_share)
+    def share_in_burst(self, lone_us: Sequence[float]) -> float:
+        """Return the share of lone times, taken one after the other, that ends before the power limit acts."""
+        return min(1.0, self._figures["window_us"].value / max(sum(lone_us), 1.0))
 
     def drawn(self, operation: Operation, lone_us: float, *, is_copied: bool) -> Drawn:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""

@@ -71,7 +71,7 @@ class Simulator(AbstractExecutor):
         return Timeline(step_name=step.name, origin="simulated", intervals=tuple(intervals))
 
     def clock_of_turns(self, step: Step, machine: Machine, plans: Sequence[Plan]) -> float:
-        """Return the clock, as a share of a burst's, that the power limit allows a step whose plans take turns.
+        """Return the clock that the power limit allows a step whose plans take turns, as a share of its lone times' clock.
 
         Turns shorter than the limit's window of some tens of milliseconds share one clock. Raises as `run` does.
         """

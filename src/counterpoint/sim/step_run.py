@@ -1,11 +1,12 @@
 """Simulates one step under a plan at a given clock, and finds the clock that the power limit allows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from counterpoint.machine import Machine
+from counterpoint.plan import LEAVE_IT
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.effects import Effect
+from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.engine import Engine
 from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, clock_exponent
 from counterpoint.sim.rates import RateModel
@@ -47,6 +48,11 @@ class StepRun:
         """Return the speed of an operation alone at a share of the clock; 1 at the clock of its lone time."""
         return clock_share ** clock_exponent(operation, self.calibration) if isinstance(operation, Kernel) else 1.0
 
+    def without_plan(self) -> "StepRun":
+        """Return the same step as it is."""
+        effects = EffectReader(self.step, self._machine, LEAVE_IT, self.calibration).effects()
+        return StepRun(self.step, effects, self._machine, self.calibration)
+
     def drawn(self) -> list[Drawn]:
         """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
         if not self.step.is_timed_in_bursts or not self.calibration.power:
@@ -59,17 +65,32 @@ class StepRun:
 def clock_share(runs: Sequence[StepRun]) -> float:
     """Return the clock that the power limit allows steps that take turns, as a share of the clock of their lone times."""
     drawn = [each for run in runs for each in run.drawn()]
-    found = 1.0
     if not drawn:
-        return found
+        return 1.0
     power = PowerModel(runs[0].calibration)
+    found = _allowed(power, drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs))
+    alone = runs[0].without_plan()
+    in_burst = power.share_in_burst(alone.lone_us())
+    if in_burst == 1:
+        return found
+    under_load = _allowed(power, alone.drawn(), lambda share: sum(alone.lone_us(share)))
+    return min(1.0, found / (in_burst + (1 - in_burst) * under_load))
+
+
+def _allowed(power: PowerModel, drawn: Sequence[Drawn], time_us: Callable[[float], float]) -> float:
+    """Return the share of a burst's clock at which the mean power of operations is at the limit; they take `time_us` at a
+    clock."""
+    found = 1.0
     for _ in range(MOST_ROUNDS):
         before = found
-        makespan_us = sum(ps_to_us(max(end for _, end in run.spans(before))) for run in runs)
-        found = power.next_clock(drawn, makespan_us, before)
+        found = power.next_clock(drawn, time_us(before), before)
         if abs(found - before) < SAME_CLOCK:
             break
-    return power.relative_to_lone_times(found, runs[0].lone_us())
+    return found
+
+
+def _makespan_us(spans: Spans) -> float:
+    return ps_to_us(max(end for _, end in spans))
 
 
 def _is_copied(effect: Effect) -> bool:
