@@ -5,6 +5,7 @@
     python -m benchmarks.supervised_jobs --ranks 2 --jobs starved --steps 1600 --guard 200 --given slow.toml
     python -m benchmarks.supervised_jobs --ranks 2 --jobs transformers_tp -o jobs.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --against torchtitan_tp_async --torchtitan DIR
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp_trained --torchtitan DIR
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
 With --against, another job runs bare before and after these, and each is compared with it as well. With --given, a plan of
@@ -42,6 +43,7 @@ OURS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
 TORCHTITAN = {
     "torchtitan_tp": ("llama_tp",),
     "torchtitan_tp_compiled": ("llama_tp", "--compile.enable"),
+    "torchtitan_tp_trained": ("llama_tp", "--compile.enable", "--metrics.log_freq", "10"),
     "torchtitan_tp_async": ("llama_tp", "--compile.enable", "--parallelism.enable_async_tensor_parallel"),
     "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
 }

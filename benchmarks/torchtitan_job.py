@@ -3,9 +3,11 @@
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --way switched --steps 60
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way bare --compile.enable
 
-DIR has the sources of torchtitan v0.2.2; options that are none of these go to torchtitan. `llama_tp` is Llama 3 with
-dimension 4,096, 8 layers, 32 heads, 8 key-value heads and 32,768 words, one sequence of 8,192 tokens, tensor parallel
-over all ranks in bf16 without checkpointing; `llama_fsdp2` the same with FSDP2 and selective checkpointing of operators.
+DIR has the sources of torchtitan v0.2.2; options that are none of these go to torchtitan. The loss is logged in every step,
+so the host waits for each step; `--metrics.log_freq 10` is as in torchtitan's own configurations of 8 B and more. `llama_tp`
+is Llama 3 with dimension 4,096, 8 layers, 32 heads, 8 key-value heads and 32,768 words, one sequence of 8,192 tokens, tensor
+parallel over all ranks in bf16 without checkpointing; `llama_fsdp2` the same with FSDP2 and selective checkpointing of
+operators.
 `deepseek` is the 16 B flavor (dim 2,048, 64 experts, top 6, two shared experts) with 6 layers and 32,768 words; 4 x 4,096
 tokens on each rank; expert parallelism over all ranks, FSDP2, bf16, selective checkpointing of operators, as the debug
 configuration has it. Data are random words; every run has the same seed and the same data.
@@ -24,6 +26,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +164,8 @@ def train(way: str, words: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def words_for(model: str, folder: Path, steps: int, num_ranks: int) -> list[str]:
-    """What torchtitan is asked for."""
+def words_for(model: str, folder: Path, steps: int, num_ranks: int, others: Sequence[str] = ()) -> list[str]:
+    """What torchtitan is asked for; `others` are its own options, and go before ours."""
     name, of_model = MODELS[model]
     asked = {
         "--job.config_file": CONFIGURATION.format(name),
@@ -174,7 +177,7 @@ def words_for(model: str, folder: Path, steps: int, num_ranks: int) -> list[str]
         "--debug.seed": "7",
         **{option: value.format(num_ranks) for option, value in of_model.items()},
     }
-    return [word for pair in asked.items() for word in pair]
+    return [word for pair in asked.items() if pair[0] not in others for word in pair] + list(others)
 
 
 def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -201,7 +204,7 @@ def main() -> None:
     make_known()
     while options.wait_for is not None and not options.wait_for.exists():
         time.sleep(0.2)
-    train(options.way, [*words_for(options.model, folder, options.steps, int(os.environ["WORLD_SIZE"])), *others])
+    train(options.way, words_for(options.model, folder, options.steps, int(os.environ["WORLD_SIZE"]), others))
 
 
 if __name__ == "__main__":

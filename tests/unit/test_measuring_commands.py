@@ -139,6 +139,9 @@ def test_torchtitan_is_asked_for_the_models_of_the_documents(tmp_path: Path) -> 
     assert "--parallelism.tensor_parallel_degree 2" in words
     assert "models/llama3/train_configs" in words
     assert "--parallelism.expert_parallel_degree 2" in " ".join(words_for("deepseek", tmp_path, 60, 2))
+    rarely = words_for("llama_tp", tmp_path, 60, 2, ["--compile.enable", "--metrics.log_freq", "10"])
+    assert rarely[-3:] == ["--compile.enable", "--metrics.log_freq", "10"]
+    assert rarely.count("--metrics.log_freq") == 1
     with pytest.raises(SystemExit):
         parse(["--torchtitan", "x", "--model", "llama_tp", "--way", "overlap"])
 
