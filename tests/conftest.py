@@ -3,8 +3,8 @@
 Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted,
 also where a shell runs the tests in the background and so ignores Ctrl-C for them. Commands that tests start find
 `counterpoint` and `torchrun` of this environment, also where it is not activated. Python keeps what it compiled, also where
-the environment says otherwise: hundreds of commands and ranks would compile the package anew. Nor does a process have more
-than one thread for a matmul: others run beside it.
+the environment says otherwise: hundreds of commands and ranks would compile the package anew. A process multiplies with one
+thread, since other processes run beside it.
 """
 
 import os

@@ -81,7 +81,7 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
     """At most `ctas_per_sm` CTAs of the kernel on an SM, by raising its dynamic shared memory to `dynamic_shared_bytes`.
 
     `carveout_percent` raises the SM's shared-memory carveout to match; without it, collectives could not use the freed
-    room.
+    room. -1 leaves the kernel's carveout as it is.
     """
 
     ctas_per_sm: int
@@ -99,7 +99,8 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
 
     def describe(self) -> str:
         """As in "cap of 2 CTAs per SM (...)"."""
-        how = f"{self.dynamic_shared_bytes:,} B of shared memory, carveout {self.carveout_percent} %"
+        carveout = f", carveout {self.carveout_percent} %" if self.carveout_percent >= 0 else ""
+        how = f"{self.dynamic_shared_bytes:,} B of shared memory{carveout}"
         return f"cap of {format_count(self.ctas_per_sm, 'CTA')} per SM ({how})"
 
 

@@ -152,6 +152,10 @@ def test_notes_stand_apart_from_the_table_that_follows() -> None:
             "cap of 1 CTA per SM (115,713 B of shared memory, carveout 100 %)",
         ),
         (ResidencyCap(ctas_per_sm=2, dynamic_shared_bytes=1), "cap of 2 CTAs per SM (1 B of shared memory, carveout 100 %)"),
+        (
+            ResidencyCap(ctas_per_sm=2, dynamic_shared_bytes=1, carveout_percent=-1),
+            "cap of 2 CTAs per SM (1 B of shared memory)",
+        ),
         (Priority(priority=-5), "priority -5"),
         (CommunicationCtas(max_ctas=1), "at most 1 CTA"),
         (CommunicationCtas(max_ctas=8, num_threads=256), "at most 8 CTAs of 256 threads"),
