@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.conditions import ROOT, store
-from benchmarks.heuristic_accuracy import MACHINE, all_cases
+from benchmarks.heuristic_cases import all_cases
 from benchmarks.ops_shapes import HELD_OUT
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
@@ -74,11 +74,11 @@ def schedule_ratios() -> Iterator[float]:
     for case in all_cases():
         if case.shape not in HELD_OUT:
             continue
-        yield case.times_us["sequential"] / estimate_sequential(case.problem, MACHINE)
-        for description in candidate_descriptions(case.problem, MACHINE):
+        yield case.times_us["sequential"] / estimate_sequential(case.problem, case.machine)
+        for description in candidate_descriptions(case.problem, case.machine):
             measured_us = case.times_us.get(description.label())
             if measured_us is not None and not description.is_sequential:
-                found = estimate(make_schedule(case.problem, description), case.problem, MACHINE)
+                found = estimate(make_schedule(case.problem, description), case.problem, case.machine)
                 yield measured_us / found.makespan_us
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from counterpoint.workloads import load_workload
 from helpers.command import refusal
 
 ROOT = Path(__file__).parents[2]
+GPU_PACKAGES = ("cuda", "torch", "triton")  # which a machine without GPUs may lack
 HERE = {"date": "2026-11-24", "gpus": "4 x NVIDIA H200", "driver": "580", "cuda": "13.0", "torch": "2.11", "nccl": "2.28.9"}
 STEPS = {name: load_workload(name) for name in ("cb_ar_opt1", "cb_ar_opt2")}
 
@@ -84,6 +86,16 @@ def test_a_probe_is_named_as_it_is() -> None:
     assert "Leave one of them out" in refusal("calibrate", "--only", "rows", "--again")
     source = (ROOT / "src" / "counterpoint" / "cuda" / "probes" / "runner.py").read_text()
     assert tuple(re.findall(r"^        Probe\(\"([a-z ]+)\"", source, re.MULTILINE)) == PROBES
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")))
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    try:
+        import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as problem:
+        if str(problem.name).partition(".")[0] not in GPU_PACKAGES:
+            raise
+        pytest.skip(f"needs {problem.name}")
 
 
 def test_jobs_of_others_run_as_modules(tmp_path: Path) -> None:
