@@ -18,6 +18,8 @@ from counterpoint.schedule.actions import Action, Region
 
 Compute = Callable[[Tensors, Weights], None]
 Rows = Callable[[Tensors], torch.Tensor]
+# sets rows of a result by a matmul; takes the call's tensors, the left rows, the weight and the rows of the result
+Multiply = Callable[[Tensors, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 NO_TENSORS: Tensors = {}
 
@@ -82,34 +84,37 @@ def _matmul(reads: Sequence[Region], writes: Sequence[Region], fixed: Tensors) -
     return _batched_matmul(reads, writes, stride)
 
 
-def _one_matmul(source: Region, target: Region, fixed: Tensors, *, is_sum: bool = False) -> Compute:
-    """Return the call for one matmul. `is_sum`: the product is added to what is there."""
-    several = _several_matmuls(source, target, is_sum=is_sum)
+def _set(_tensors: Tensors, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(rows, weight, out=out)
+
+
+def _add_in_place(_tensors: Tensors, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.addmm(out, rows, weight, out=out)
+
+
+def _one_matmul(source: Region, target: Region, fixed: Tensors, first: Multiply = _set) -> Compute:
+    """Return the call for the matmul of one region, with `first` as in `_several_matmuls`."""
+    several = _several_matmuls(source, target, first)
     rows_of_source, rows_of_target = _bound(source, fixed), _bound(target, fixed)
 
     def compute(tensors: Tensors, weights: Weights) -> None:
         if len(weights) > 1:
             several(tensors, weights)
-        elif is_sum:
-            there = rows_of_target(tensors)
-            torch.addmm(there, rows_of_source(tensors), weights[0], out=there)
         else:
-            torch.mm(rows_of_source(tensors), weights[0], out=rows_of_target(tensors))
+            first(tensors, rows_of_source(tensors), weights[0], rows_of_target(tensors))
 
     return compute
 
 
-def _several_matmuls(source: Region, target: Region, *, is_sum: bool) -> Compute:
+def _several_matmuls(source: Region, target: Region, first: Multiply) -> Compute:
+    """Return the call for a matmul with each weight: `first` sets a result, and further products are added to it."""
     left, start, num_rows = source.buffer, source.start, source.num_rows
     out, out_start = target.buffer, target.start
 
     def compute(tensors: Tensors, weights: Weights) -> None:
         for factor, weight, product, is_added in _products(tensors, weights, left, out):
-            rows, there = rows_in(factor, start, num_rows), rows_in(product, out_start, num_rows)
-            if is_sum or is_added:
-                torch.addmm(there, rows, weight, out=there)
-            else:
-                torch.mm(rows, weight, out=there)
+            multiply_into = _add_in_place if is_added else first
+            multiply_into(tensors, rows_in(factor, start, num_rows), weight, rows_in(product, out_start, num_rows))
 
     return compute
 
@@ -178,19 +183,13 @@ def _split_evenly(reads: Sequence[Region], writes: Sequence[Region], fixed: Tens
 def _add_matmul(fixed: Tensors, source: Region, added: Region, target: Region) -> Compute:
     """Add a matmul to what is in `target`, or to other rows, if these are `added`."""
     if added == target:
-        return _one_matmul(source, target, fixed, is_sum=True)
+        return _one_matmul(source, target, fixed, _add_in_place)
     rows_of_added = _bound(added, fixed)
-    start, num_rows, out_start = source.start, source.num_rows, target.start
 
-    def compute(tensors: Tensors, weights: Weights) -> None:
-        for factor, weight, product, is_added in _products(tensors, weights, source.buffer, target.buffer):
-            rows, out = rows_in(factor, start, num_rows), rows_in(product, out_start, num_rows)
-            if is_added:
-                torch.addmm(out, rows, weight, out=out)
-            else:
-                add_product(rows_of_added(tensors), rows, weight, out)
+    def add(tensors: Tensors, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        add_product(rows_of_added(tensors), rows, weight, out)
 
-    return compute
+    return _one_matmul(source, target, fixed, add)
 
 
 def _sum(action: Action, fixed: Tensors) -> Compute:
