@@ -85,7 +85,8 @@ class Clocks:
         lines = self._file.read().splitlines()
         self._file.close()
         found = [tuple(map(float, each)) for line in lines if len(each := line.split(",")) == 2 and "[" not in line]
-        busy = [each for each in found if each[1] >= 0.8 * max(power for _, power in found)]
+        most_w = max((power for _, power in found), default=0.0)
+        busy = [each for each in found if each[1] >= 0.8 * most_w]
         clocks, powers = zip(*busy, strict=True) if busy else ((), ())
         self.found = {"clock_mhz": statistics.median(clocks), "power_w": statistics.median(powers)} if busy else {}
 

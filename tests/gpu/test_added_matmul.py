@@ -30,13 +30,9 @@ def gpu_operations(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor,
 def test_the_sum_is_right_and_one_kernel_in_half_precision(dtype: torch.dtype, is_transposed: bool, layout: str) -> None:
     left = drawn(NUM_ROWS, NUM_INNER, dtype=dtype)
     right = drawn(NUM_COLUMNS, NUM_INNER, dtype=dtype).t() if is_transposed else drawn(NUM_INNER, NUM_COLUMNS, dtype=dtype)
-    added, out = drawn(2 * NUM_ROWS, NUM_COLUMNS, dtype=dtype), drawn(2 * NUM_ROWS, 2 * NUM_COLUMNS, dtype=dtype)
     start = {"rows": 128, "odd rows": 3}.get(layout, 0)
-    there, target = (
-        added[start : start + NUM_ROWS],
-        out[start : start + NUM_ROWS, NUM_COLUMNS if layout == "columns" else 0 :],
-    )
-    target = target[:, :NUM_COLUMNS] if layout == "columns" else drawn(NUM_ROWS, NUM_COLUMNS, dtype=dtype)
+    there = drawn(2 * NUM_ROWS, NUM_COLUMNS, dtype=dtype)[start : start + NUM_ROWS]
+    target = drawn(NUM_ROWS, NUM_COLUMNS * (2 if layout == "columns" else 1), dtype=dtype)[:, -NUM_COLUMNS:]
     before = there.clone()
     found = gpu_operations(there, left, right, target)
     wanted = before.double() + left.double() @ right.double()

@@ -252,8 +252,8 @@ def _measure_paper(asked: BenchOptions) -> None:
         if described.name in measured:
             continue
         rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
-        of_choice = min(asked.rounds or NUM_ROUNDS, NUM_ROUNDS)
-        result, step = measure_workload(described, rounds, num_choice_rounds=of_choice, with_energy=asked.with_energy)
+        num_choice_rounds = min(asked.rounds or NUM_ROUNDS, NUM_ROUNDS)
+        result, step = measure_workload(described, rounds, num_choice_rounds, with_energy=asked.with_energy)
         if rank == 0:
             _show([result], None)
             stored = stored.with_result(result, step, conditions)

@@ -25,7 +25,6 @@ from counterpoint.paper.workloads import (
     num_ranks,
     open_energy_counter,
 )
-from counterpoint.planner.measured import NUM_ROUNDS
 from counterpoint.planner.on_gpu import machine_of
 from counterpoint.step import Step
 from counterpoint.units import US_PER_S
@@ -70,7 +69,7 @@ def measure_sweep(
 
 
 def measure_workload(
-    description: Description, num_rounds: int, *, num_choice_rounds: int = NUM_ROUNDS, with_energy: bool = False
+    description: Description, num_rounds: int, num_choice_rounds: int, *, with_energy: bool = False
 ) -> tuple[PaperResult, Step]:
     """Capture the workload and measure its grid; all ranks call this together. Also returns the captured step.
 

@@ -93,15 +93,12 @@ def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate
 
     Triton matmuls of some tiles took 6 to 7 % less so, on H100s or H200s (docs/shaping.md).
     """
+    kernels = [each for number in rivals if isinstance(each := step.operations[number], Kernel)]
     total_us: dict[str, float] = {}
-    kernels: dict[str, Kernel] = {}
-    for number in rivals:
-        operation = step.operations[number]
-        if isinstance(operation, Kernel) and operation.lone_us is not None:
-            total_us[operation.name] = total_us.get(operation.name, 0.0) + operation.lone_us
-            kernels.setdefault(operation.name, operation)
-    longest = kernels.get(max(total_us, key=lambda name: total_us[name], default=""))
-    if longest is None:
+    for each in kernels:
+        total_us[each.name] = total_us.get(each.name, 0.0) + (each.lone_us or 0.0)
+    longest = max(kernels, key=lambda each: total_us[each.name], default=None)
+    if longest is None or not total_us[longest.name]:
         return
     with contextlib.suppress(OccupancyError):  # the GPU cannot run it, or no number of bytes gives that residency
         usual = residency(gpu, longest.footprint).ctas_per_sm

@@ -9,7 +9,7 @@ as in NCCL's ring. Phases: begin; pieces and their copies; a rank's own piece la
 
 from collections.abc import Callable, Sequence
 
-from counterpoint.schedule.actions import Region
+from counterpoint.schedule.actions import ELEMENT_BYTES, Region
 from counterpoint.schedule.builder import (
     Arrivals,
     Builder,
@@ -20,7 +20,6 @@ from counterpoint.schedule.builder import (
     require_granularity,
 )
 
-HALF_BYTES = 2  # an element in bf16 or fp16
 # (rank, rows of its own block, position of the action that finished them)
 Finished = Callable[[int, Rows, int], None]
 
@@ -172,7 +171,7 @@ def _finish(builder: Builder, arrivals: Arrivals, here: Region, target: Region) 
     in the product at once, beside other matmuls.
     """
     came = arrivals.of([here])
-    if not came or builder.problem.element_bytes == HALF_BYTES:
+    if not came or builder.problem.element_bytes == ELEMENT_BYTES["bf16"]:
         return _multiply(builder, here, target, came)
     placed = builder.add("place", "place 0", here.rank, reads=[here], writes=[target], after=came)
     return _multiply(builder, here, target, [placed], added=target)

@@ -137,10 +137,9 @@ def _distinct(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
 
 
 def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:
-    simulator = Simulator()
+    lone_us = Simulator().lone_times_us(step, machine)  # naive models know no power limit
     captured = {row.label: row.plan for row in rows if row.setting == "captured"}
-    lone_us = simulator.lone_times_us(step, machine)
-    simulator = Simulator(clock_share=simulator.clock_of_turns(step, machine, list(captured.values())))
+    simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, list(captured.values())))
     predicted: dict[str, float] = {}
     for row in rows:
         if row.label not in predicted:
