@@ -5,19 +5,16 @@ that hash seeds still differ between ranks: order by hash, which may not reach a
 itself imports, and what reads the environment, is imported after the fork.
 """
 
-import ctypes
-import gc
 import json
 import os
 import runpy
-import signal
 import sys
 import traceback
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
+from forking import end_with_parent, import_for_forks
+
 PRELOADED = (
     "torch._functorch.aot_autograd",
     "torch._dynamo.backends.debugging",
@@ -67,19 +64,10 @@ def _become_rank(job: str, arguments: list[str], environment: dict[str, str], ou
         os._exit(status)
 
 
-def end_with_parent() -> None:
-    """Have the kernel end this process when its parent ends, however that comes about."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 if __name__ == "__main__":
     end_with_parent()
     sys.path.remove(str(Path(__file__).parent))  # or this folder's modules hide others of their names
     own_replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    gc.disable()  # imports make much and drop little
-    for name in PRELOADED:
-        import_module(name)
-    gc.enable()
-    gc.freeze()  # or ranks look for garbage in all of torch
+    import_for_forks(PRELOADED)
     serve(sys.stdin, own_replies)

@@ -1,9 +1,7 @@
 """Examples as a reader starts them, on CPUs: those for several ranks one after the other in one pair of processes."""
 
-import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.machine import load_machine
+from helpers.ranks_of_node import free_ports
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -59,14 +58,6 @@ def finished(command: list[str | Path], folder: Path | None = None) -> subproces
 
 def is_installed(folder: str) -> bool:
     return all(find_spec(name) for name in INSTALLED.get(folder, ()))
-
-
-def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="module")
