@@ -133,11 +133,16 @@ def compare(job: str, options: argparse.Namespace, folder: Path) -> list[dict[st
         return [run(job, options), run(job, options, "--plan", str(options.given)), run(job, options)]
     plan = folder / f"{job}.toml"
     runs = [run(job, options), run(job, options, "--tune", "--budget", str(options.budget), "-o", str(plan))]
-    if plan.exists() and load_plan(plan).directives:
+    if is_found(plan):
         runs.append(run(job, options, "--strict", "--plan", str(plan)))
         runs[-1]["plan"] = plan.read_text()
     runs.append(run(job, options))
     return runs
+
+
+def is_found(plan: Path) -> bool:
+    """Whether tuning saved a plan that changes something."""
+    return plan.exists() and bool(load_plan(plan).directives)
 
 
 def verdict(entry: dict[str, Any], bare: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.torchtitan_experts --torchtitan DIR --ranks 2 -o torchtitan_moe_2x_h200.json
 
-In this order: bare, with the two lines of `expert_parallel`, both ways in turns in one process, under `run --tune`, and bare
-again. A run's figure is the median over its second half; slower or faster means by more than the spread, as in
+In this order: bare, with the two lines of `expert_parallel`, both ways in turns in one process, under `run --tune`, under
+the plan if it found one, and bare again. The last three have `--tune-steps`, since the routing changes, and with it a step's
+time. A run's figure is the median over its second half; slower or faster means by more than the spread, as in
 `benchmarks.supervised_jobs`. Losses are compared with the distance of the two bare runs. `--only` picks some of them.
 """
 
@@ -18,9 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.supervised_jobs import finish, gpus
+from benchmarks.supervised_jobs import finish, gpus, is_found
 
-WAYS = ("bare", "overlap", "switched", "tune", "bare again")
+WAYS = ("bare", "overlap", "switched", "tune", "plan", "bare again")
+LONG = ("tune", "plan", "bare again")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 TABLE_LINES = 12
 COMPARED_STEPS = (1, 2, 5, 10, 20, 30, 40)
@@ -28,28 +30,17 @@ COMPARED_STEPS = (1, 2, 5, 10, 20, 30, 40)
 
 def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run of the job."""
-    of_job = {"bare again": "bare", "tune": "bare"}.get(way, way)
-    steps = options.tune_steps if way == "tune" else options.steps
+    of_job = "bare" if way in LONG else way
+    steps = options.tune_steps if way in LONG else options.steps
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     job = ["-m", "benchmarks.torchtitan_job", "--torchtitan", str(options.torchtitan.resolve()), "--way", of_job]
-    command = [*torchrun, *job, "--steps", str(steps)]
-    if way == "tune":
-        plan = options.output.with_suffix(".plan.toml")
-        ours = [
-            sys.executable,
-            "-m",
-            "counterpoint",
-            "run",
-            "--tune",
-            "--budget",
-            str(options.budget),
-            "-o",
-            str(plan),
-            "--",
-        ]
-        command = [*ours, *command]
+    ours = {
+        "tune": ["--tune", "--budget", str(options.budget), "-o", str(plan_of(options))],
+        "plan": ["--strict", "--plan", str(plan_of(options)), "--guard", "0"],
+    }
+    prefix = [sys.executable, "-m", "counterpoint", "run", *ours[way], "--"] if way in ours else []
     started = time.monotonic()
-    status, output, errors = finish(command, options.limit)
+    status, output, errors = finish([*prefix, *torchrun, *job, "--steps", str(steps)], options.limit)
     text = COLORS.sub("", output + errors)
     last = next((line for line in reversed(output.splitlines()) if line.startswith('{"way"')), None)
     return {
@@ -57,9 +48,14 @@ def run(way: str, options: argparse.Namespace) -> dict[str, Any]:
         "exit_status": status,
         "seconds": round(time.monotonic() - started, 1),
         **({**json.loads(last), "way": way} if last else {}),
-        "said": said(text) if way == "tune" else [],
+        "said": said(text) if way in ours else [],
         "errors": "" if status == 0 else text[-6000:],
     }
+
+
+def plan_of(options: argparse.Namespace) -> Path:
+    """The file of the plan that tuning finds."""
+    return Path(options.output.with_suffix(".plan.toml"))
 
 
 def said(text: str) -> list[str]:
@@ -101,8 +97,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchtitan", type=Path, required=True, metavar="DIR", help="sources of torchtitan v0.2.2")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40, help="of a run that is not tuned")
-    parser.add_argument("--tune-steps", type=int, default=260)
+    parser.add_argument("--steps", type=int, default=40, help="of the first three")
+    parser.add_argument("--tune-steps", type=int, default=260, help="of the last three")
     parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
@@ -116,6 +112,8 @@ def main() -> None:
     asked = {"ranks": options.ranks, "steps": options.steps, "tune_steps": options.tune_steps, "budget": options.budget}
     runs: list[dict[str, Any]] = []
     for way in options.only:
+        if way == "plan" and not is_found(plan_of(options)):
+            continue
         runs.append(run(way, options))
         print(f"{way}: {runs[-1]['seconds']} s", *runs[-1].get("counted", []), runs[-1]["errors"], flush=True)
         summary = summarize(runs)

@@ -66,7 +66,7 @@ def test_a_grid_of_other_conditions_is_refused(changes: dict[str, str], num_rank
 def test_the_stored_grid_of_two_gpus_can_be_gone_on_with() -> None:
     path = ROOT / "benchmarks" / "results" / "paper_2x_h200.json"
     found = read_grid(path, json.loads(path.read_text())["conditions"], 2)
-    assert len(found.measured(2)) == len(found.steps) == 9
+    assert len(found.measured(2)) == len(found.steps) == 11
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ POINTS = 3.0  # asked for: the predicted change is so near the measured one, in 
 # The matmuls of mb_ar_large and cb_a2a_large run at 1,400 to 1,600 MHz in a step; their spread is 1 to 6 %.
 # That of cb_a2a_opt1 runs 10 % faster alone than the same tile on other sizes, and loses that beside anything.
 # The rows of mb_ar_opt1 and mb_ar_opt2 on 2 GPUs are of three rounds: like variants differ by up to 6 % there.
+# In mb_a2a_opt1 on 2 GPUs priority alone took 9 % more than priority with anything else, with a spread of 4.5 %.
 FARTHER = {
     (4, "cb_ar_opt1"): 3.1,
     (2, "mb_ar_large"): 3.2,
@@ -17,6 +18,7 @@ FARTHER = {
     (2, "cb_a2a_opt1"): 4.0,
     (2, "mb_ar_opt1"): 4.0,
     (2, "mb_ar_opt2"): 8.0,
+    (2, "mb_a2a_opt1"): 10.5,
 }
 CASES = [(num_ranks, name) for num_ranks in (2, 4) for name in captured_steps(num_ranks)]
 
@@ -27,7 +29,7 @@ def simulated(num_ranks: int, name: str) -> dict[str, float]:
 
 
 def test_the_grids_are_those_that_were_measured() -> None:
-    assert {num_ranks: len(captured_steps(num_ranks)) for num_ranks in (2, 4)} == {2: 9, 4: 12}
+    assert {num_ranks: len(captured_steps(num_ranks)) for num_ranks in (2, 4)} == {2: 11, 4: 12}
     assert all(captured_steps(num_ranks).keys() == measured_rows(num_ranks).keys() for num_ranks in (2, 4))
 
 
