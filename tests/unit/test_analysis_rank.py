@@ -96,6 +96,25 @@ def test_copies_sums_and_signals_on_a_stream_that_computes_carry_one_collective(
     assert step.copy_us == 20
 
 
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("counterpoint::expert_ffn", "all_to_all"),
+        ("ExpertFfnBackward", "all_to_all"),
+        ("counterpoint::matmul_reduce_scatter", "reduce_scatter"),
+        ("aten::copy_", "all_gather"),
+    ],
+)
+def test_copies_are_named_after_the_operator_that_issued_them(operator: str, kind: str, tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 1000)
+    trace._add("cpu_op", operator, 0, 4, tid=1, args={"External id": 77})
+    trace.kernel(MATMUL, 100, 200, host=1)
+    trace.copy(PEER, 310, 100, num_bytes=1 << 20, host=2, args={"External id": 77})
+    analysis = analyze(trace, tmp_path)
+    assert [(each.collective, each.name) for each in analysis.collectives] == [(kind, f"{kind} by copies")]
+
+
 def test_an_uneven_all_to_all_has_its_imbalance(tmp_path: Path) -> None:
     trace = TraceBuilder()
     splits = {"Collective name": "all_to_allv", "In split size": "[100, 300]", "Out split size": "[200, 200]"}

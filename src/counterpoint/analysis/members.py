@@ -25,6 +25,15 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.value import Value
 
 NAMED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+# parts of the names that operators of experts have in a trace, forward and backward; they send rows as an all-to-all does
+EXPERT_OPERATORS = (
+    "expert_ffn",
+    "ExpertFfn",
+    "dispatch_grouped_matmul",
+    "grouped_matmul_combine",
+    "DispatchBackward",
+    "CombineBackward",
+)
 TRIFLE_US = 5.0
 """Shorter kernels between the pieces of a collective (spins, counters) do not end it."""
 
@@ -58,9 +67,12 @@ def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[S
 def kind_of_copies(timed: TimedTrace, members: Members) -> CollectiveKind:
     """Return what a collective carried by copies does: by its operator's name, else by the order of sums and copies."""
     operator = timed.operator_of(members.operations[0])
-    named = [] if operator is None else [kind for kind in NAMED_KINDS if kind in f"{operator.module} {operator.name}"]
-    if named:
-        return named[0]
+    if operator is not None:
+        if any(part in operator.name for part in EXPERT_OPERATORS):
+            return "all_to_all"
+        for kind in NAMED_KINDS:
+            if kind in f"{operator.module} {operator.name}":
+                return kind
     operations = [timed.trace.operations[index] for index in members.operations]
     sums = [place for place, operation in enumerate(operations) if is_sum(operation)]
     copies = [place for place, operation in enumerate(operations) if is_between_gpus(operation)]

@@ -32,7 +32,7 @@ def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tu
 
     `timeline` is the step's under that plan; `companions` are the kernels that ran beside the collective.
     """
-    spans = {interval.operation: interval for interval in timeline.intervals if interval.rank == timeline.ranks()[0]}
+    spans = {interval.operation: interval for interval in timeline.of_rank(timeline.ranks()[0])}
     kernels = [(index, spans[index]) for index, operation in enumerate(step.operations) if isinstance(operation, Kernel)]
     kernels.sort(key=lambda entry: entry[1].start_us)
     found = []
