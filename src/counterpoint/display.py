@@ -14,13 +14,17 @@ MOST_FIELDS = 600  # letters of all fields in one line
 
 def shortened(text: str, most: int = MOST_CELL) -> str:
     """Return the text on one line, cut at `most` letters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return cut(" ".join(text.split()), most)
+
+
+def cut(text: str, most: int) -> str:
+    """Return the text, cut at `most` letters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def capped(text: str) -> str:
     """Return a text of one or more lines, cut where it exceeds the limit."""
-    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 3] + "..."
+    return cut(text, MOST_LETTERS)
 
 
 def field_in_short(value: object) -> str:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from counterpoint.analysis.members import Members, bytes_of_copies, find_members, kind_of_copies
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, TracedCollective
+from counterpoint.display import cut
 from counterpoint.spans import Span
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation, listed_numbers, ranks_of_group
@@ -32,7 +33,7 @@ class RankCollectives(Value, frozen=True, kw_only=True):
 def find_collectives(timed: TimedTrace, roles: tuple[Role, ...], windows: tuple[Span, ...]) -> RankCollectives:
     """Return all collectives of a trace. Fields that depend on causes (`exposed_us`, `before`) are set later."""
     members = find_members(timed, roles, windows)
-    groups = name_groups(_group_of(operation) for operation in timed.trace.operations if operation.arguments.collective_name)
+    groups = name_groups(each.arguments.process_group for each in timed.trace.operations if each.arguments.collective_name)
     counts: dict[str | None, int] = {}
     values = []
     for number, each in enumerate(members):
@@ -54,17 +55,13 @@ def step_of(windows: tuple[Span, ...], time: int) -> int:
 def short_name(name: str) -> str:
     """Return a kernel's name without namespaces and (template) arguments; for a generic kernel, also what it applies."""
     if name.startswith("_Z"):
-        return _cut(_of_mangled(name))
+        return cut(_of_mangled(name), LONGEST_NAME)
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     base = re.split(r"[<(]", plain, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or plain
     if GENERIC_KERNEL.search(base):
         found = DETAIL.search(plain, len(plain.split(base, 1)[0]) + len(base))
         base = f"{base} ({found.group(0)})" if found else base
-    return _cut(base)
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 3] + "..."
+    return cut(base, LONGEST_NAME)
 
 
 def _of_mangled(name: str) -> str:
@@ -103,7 +100,7 @@ def _collective(
         end_us=ns_to_us(max(timed.ends[index] for index in members.operations)),
         num_bytes=num_bytes,
         group_size=group_size,
-        process_group=groups.get(_group_of(first)) if members.is_library else None,
+        process_group=groups.get(first.arguments.process_group) if members.is_library else None,
         dtype=first.arguments.dtype,
         phase="unknown" if operator is None else operator.phase,
         module="" if operator is None else operator.module,
@@ -129,7 +126,3 @@ def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
     num_bytes = elements * (element_bytes(arguments.dtype) or 0) if is_known else 0
     return kind, num_bytes, rule.library, short_name(first.name), arguments.group_size or world_size
-
-
-def _group_of(operation: GpuOperation) -> Group:
-    return (operation.arguments.group_name, operation.arguments.group_description)

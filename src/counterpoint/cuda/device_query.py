@@ -1,6 +1,6 @@
 """Queries the driver about the visible GPUs, and times copies in and between them. Needs cuda-bindings, not torch.
 
-Copies are 256 MiB, timed with events as `timing.py` describes: all of them in every round, medians of 5 rounds. The sender
+Copies are 256 MiB, timed with events: all of them in every round, medians of 5 rounds. The sender
 issues a copy between GPUs, and its copy engines run it; a copy within a GPU reads and writes its HBM.
 """
 

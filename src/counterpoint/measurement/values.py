@@ -18,7 +18,7 @@ LEAST_ADDED_GAIN = 0.005  # what one more control must add to a simulated plan
 NEGLIGIBLE = 0.0005  # two simulated times that are as good as equal
 MOST_REPLAY_ERROR = 0.05  # of the makespan: a replay that misses the traced step by more says nothing about plans
 MOST_OVERLAP_DIFFERENCE = 0.10  # between a replay's overlap ratio and the traced one, for the same reason
-SIMULATION_ERROR = 0.05  # on average over the paper's grid on 4 H200s: a candidate that loses by less is worth measuring
+SIMULATION_ERROR = 0.05  # about the mean over the paper's grid on 2 H200s: a candidate that loses by less is worth measuring
 # What the heuristic's model says of an operator's schedule, from sizes and the machine alone (docs/heuristic.md).
 LEAST_ESTIMATED_GAIN = 0.01  # chosen: by so much two runs differ (docs/heuristic.md)
 NEAR_TIE = 0.005  # chosen from 0 to 1 % by the shapes that the constants were fitted to

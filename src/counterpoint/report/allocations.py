@@ -22,8 +22,8 @@ made this page, without a GPU.
   fullest sub-partition. *Library*: whether one CTA of NCCL or RCCL fits beside. *Light*: how many CTAs of a light kernel do,
   as a captured step can have in a collective's place: {light}.
 - **Time** is simulated, relative to the kernel as it is, both with the greatest priority for collectives where the driver
-  heeds it. The shipped workloads run four iterations on four ranks. Only the H200 was compared with hardware; on other GPUs
-  neither the times nor the launches were ever measured.
+  heeds it. The shipped workloads run four iterations on four ranks. Only the H200 (up to 4 GPUs) and the H100 (up to 2) were
+  compared with hardware; on other GPUs neither the times nor the launches were ever measured.
 - The matmuls are those of `paper/workloads.py` in bf16. Their registers and shared memory were compiled, not measured:
   {source}.
 - How much slower a matmul of fewer CTAs per SM is, was fitted on an H200 (`saturation_bytes_in_flight` in

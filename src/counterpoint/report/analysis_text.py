@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.analysis.values import Analysis, Recoverable
+from counterpoint.display import cut
 from counterpoint.errors import printable
 from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
@@ -75,8 +76,7 @@ def _print_table(console: Console, table: FigureTable) -> None:
 
 
 def _cell(column: FigureColumn, cell: Cell) -> str:
-    shown = format_cell(column.kind, cell)
-    return shown if len(shown) <= MOST_LETTERS else shown[: MOST_LETTERS - 3] + "..."
+    return cut(format_cell(column.kind, cell), MOST_LETTERS)
 
 
 def _fitting(table: FigureTable, width: int) -> list[int]:

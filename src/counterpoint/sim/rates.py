@@ -151,17 +151,6 @@ def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:
     return task.work.hbm_per_cta * effective_ctas
 
 
-def max_min_shares(demands: Sequence[float], capacity: float) -> list[float]:
-    """Allocate `capacity` to `demands`, max-min fair (same unit, each 0 or more; infinity demands all there is)."""
-    shares = [0.0] * len(demands)
-    left = capacity
-    ascending = sorted(range(len(demands)), key=lambda index: demands[index])
-    for position, index in enumerate(ascending):
-        shares[index] = min(demands[index], left / (len(ascending) - position))
-        left -= shares[index]
-    return shares
-
-
 def available_to(index: int, demands: Sequence[float], capacity: float) -> float:
     """Return how much of `capacity` flow `index` would get if it demanded everything, beside the others' demands."""
     left, sharers = capacity, len(demands)

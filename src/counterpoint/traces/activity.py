@@ -55,6 +55,11 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
                 f"{list(self.block)}, sizes {list(sizes)}."
             )
 
+    @property
+    def process_group(self) -> tuple[str | None, str | None]:
+        """The name and the description of the process group; None for what the profiler did not write."""
+        return self.group_name, self.group_description
+
 
 def listed_numbers(stated: object) -> list[int]:
     """Return the numbers of a list that the profiler wrote as text; return none if the text is cut short ("...")."""
@@ -116,11 +121,6 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     def graph_launch(self) -> int | None:
         """The correlation of the CUDA graph launch that started the operation; None if the host launched it directly."""
         return self.arguments.correlation if GRAPH_LAUNCH in self.launch_call else None
-
-    @property
-    def issue_key(self) -> tuple[float, float]:
-        """A key that sorts operations in host issue order, and operations of one graph launch by their start."""
-        return (self.start_us if self.launched_us is None else self.launched_us, self.start_us)
 
 
 class SyncArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=False):

@@ -13,7 +13,6 @@ from counterpoint.errors import shown
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, UnevenParts
 from counterpoint.traces.activity import ActivityTrace, GpuOperation, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import (
-    Group,
     Rule,
     classify_kernel,
     collective_kind,
@@ -49,7 +48,7 @@ class BuiltOperations(Value, frozen=True, kw_only=True):
 def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
     """Return the step's operations, in the order of `indices`; `timings` are in the same order."""
     missing: Counter[str] = Counter()
-    groups = name_groups(_group_of(traced) for traced in trace.operations if traced.arguments.collective_name)
+    groups = name_groups(traced.arguments.process_group for traced in trace.operations if traced.arguments.collective_name)
     streams_with_counter: set[int] = set()
     built: list[Operation] = []
     for index, timing in zip(indices, timings, strict=True):
@@ -62,17 +61,13 @@ def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: li
         rule = classify_kernel(traced.name)
         if rule.kind == "communication":
             collective = _collective(trace, traced, rule, timing, missing)
-            built.append(replace(collective, process_group=groups.get(_group_of(traced))))
+            built.append(replace(collective, process_group=groups.get(traced.arguments.process_group)))
             continue
         is_work_sharing = rule.is_work_sharing and traced.stream in streams_with_counter
         if is_work_sharing:
             streams_with_counter.discard(traced.stream)
         built.append(_kernel(trace, traced, rule, timing, is_work_sharing))
     return BuiltOperations(operations=tuple(built), notes=tuple(_note(what, count) for what, count in missing.items()))
-
-
-def _group_of(traced: GpuOperation) -> Group:
-    return (traced.arguments.group_name, traced.arguments.group_description)
 
 
 def _note(what: str, count: int) -> str:
