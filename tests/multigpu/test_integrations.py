@@ -26,6 +26,8 @@ GROUPS = {
         "ddp_refuses_a_second_hook",
         "ddp_models_that_come_and_go",
         "ddp_checkpoints",
+        "ddp_copies_of_a_model",
+        "ddp_gives_way_to_a_hook_of_the_job",
         "ddp_without_memory",
     ),
     "fsdp2, as frameworks use it": (

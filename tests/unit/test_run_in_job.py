@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE
 from counterpoint.supervised.environment import IN_JOB
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, read_record, write_settings
 
@@ -101,6 +102,18 @@ def test_a_rank_without_a_gpu_goes_on_and_leaves_it_to_the_supervisor_to_say_so(
     assert record is not None
     assert record.stage == "stopped"
     assert "launched no GPU kernel" in record.notes[0]
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+    write_settings(tmp_path, LiveSettings(is_tuning=True))
+    of_rank = {"RANK": "0", "WORLD_SIZE": "2"}
+    started = python(STEP, tmp_path, **of_rank, **{RANK_PROCESS_VARIABLE: str(os.getpid())})
+    assert (started.stdout, started.stderr) == ("done\n", "")
+    noted = python(
+        STEP + f"import os\nprint(os.environ[{RANK_PROCESS_VARIABLE!r}] == str(os.getpid()))", tmp_path, **of_rank
+    )
+    assert noted.stdout == "done\nTrue\n"
+    assert "rank 0 does not tune or guard" in noted.stderr, "it is a rank, without a process group"
 
 
 def test_a_rank_whose_standard_error_is_closed_goes_on(tmp_path: Path) -> None:

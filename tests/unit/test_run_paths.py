@@ -170,6 +170,7 @@ def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_
     [
         ("broken", "all-reduces stay unchanged: rank 1 could not look for models: KeyError: 'a module'"),
         ("late", "1 DDP model was created after the first step, so its collectives are not changed"),
+        ("joins", "all-reduces stay unchanged: the model runs in join(), where ranks may take different numbers of steps"),
     ],
 )
 def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
@@ -178,6 +179,15 @@ def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
     ended = run_planned("ddp", tmp_path, *job(2, f"ddp:{variant}"))
     assert results(ended.stdout)[f"ddp:{variant}"][0] == pytest.approx(references(2)["ddp:"][0], rel=1e-5)
     assert ended.stderr.count(f"counterpoint: {line}") == 1, ended.stderr
+
+
+def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: Path) -> None:
+    bare, ended = start(*job(2, "ddp:uneven")), run_planned("ddp", tmp_path, *job(2, "ddp:uneven"))
+    found, expected = (results(each.stdout)["ddp:uneven"] for each in (ended, bare))
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    said = "the model runs in join(), where ranks may take different numbers of steps; the job runs unchanged"
+    assert f"counterpoint: stopped after 3 steps: {said}" in ended.stderr, ended.stderr
+    assert row(ended, "all-reduces").rstrip().endswith("verified")
 
 
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:

@@ -132,6 +132,15 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     assert ended.stdout == "True True\n"
 
 
+def test_a_background_job_of_a_shell_can_handle_what_the_shell_has_it_ignore() -> None:
+    code = "import signal, sys; signal.signal(2, lambda *_: sys.exit(9)); print('ready', flush=True); signal.pause()"
+    with start(sys.executable, "-c", code, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)) as process:
+        await_line(process, "ready")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 9
+
+
 def test_ctrl_c_ends_processes_in_sessions_of_their_own(sleeping: list[int]) -> None:
     """As torchrun's workers are when torchrun itself is killed: no signal of a group reaches them."""
     script = "setsid sleep 600 & echo $!; echo ready; trap 'exit 130' INT; while true; do wait; done"

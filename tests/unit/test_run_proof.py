@@ -12,6 +12,7 @@ from counterpoint.controls import CommunicationCtas, Control, ScheduleChoice
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
+from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.schedule import SEQUENTIAL
@@ -222,6 +223,15 @@ def printed(*processes: ProcessProof, width: int = 200) -> str:
     output = io.StringIO()
     print_outcome(Console(file=output, width=width), outcome_of(*processes))
     return output.getvalue()
+
+
+@pytest.mark.parametrize("num_tried", [0, 1])
+def test_nothing_was_changed_only_where_no_path_was_tried_either(num_tried: int) -> None:
+    times = Measurement(label="as it is", median_us=1, least_us=1, ratio=1, spread=0, num_rounds=1)
+    record = LiveRecord(stage="decided", measurements=(times,) * (1 + num_tried))
+    output = io.StringIO()
+    print_outcome(Console(file=output, width=200), outcome_of(record=record))
+    assert ("nothing was changed: no process" in output.getvalue()) == (num_tried == 0)
 
 
 def told(record: LiveRecord | None, rank: int = 0, is_tuned: bool = True) -> str:

@@ -19,12 +19,12 @@ from counterpoint.controls import (
     ScheduleChoice,
     Transport,
 )
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, load_plan
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.supervised.process import Ended
 from counterpoint.supervised.run import RunOutcome, RunRequest
-from counterpoint.supervised.settings import LiveRecord
+from counterpoint.supervised.settings import CANDIDATE, LiveRecord
 from helpers.command import counterpoint
 
 COPIES = Transport(transport="copy_engine")
@@ -220,6 +220,14 @@ def test_a_tuned_run_that_found_nothing_says_what_tells_more(capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "run `counterpoint tune` on a profiler trace" in said
     assert "to apply" not in said
+
+
+def test_a_tuned_run_without_room_for_any_candidate_does_not_say_that_none_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    refusal = Refusal(control=CANDIDATE, target="priority", reason="--budget 100 is too small")
+    record = LiveRecord(stage="decided", plan=Plan(verdict="NO_GAIN", refusals=(refusal,)))
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record)
+    _print_to_apply(outcome, RunRequest(command=("true",), is_tuning=True), None)
+    assert not capsys.readouterr().err
 
 
 def test_the_grid_says_how_its_choice_is_applied() -> None:

@@ -159,7 +159,7 @@ def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path |
     if record is None or record.plan is None or record.stage == "reverted":
         return
     console = new_error_console()
-    if record.plan.verdict == "NO_GAIN":
+    if record.plan.verdict == "NO_GAIN" and not record.is_untried:
         print_line(console, NO_CONTROL_PAYS)
     finding = ("counterpoint", "run", "--tune", "--budget", str(request.budget_steps), "--", *request.command)
     origin = PlanOrigin(file=None if output is None else str(output), finding=finding, job=request.command)

@@ -8,10 +8,14 @@ Large buckets pay (100 MB; DDP's default of 25 MB is below the limit on 4 ranks 
 docs/integrations.md has figures. This module knows about static graphs and join() only what a communication hook is
 told. DDP keeps a hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The
 exception: with 3, 5, 6 or 7 ranks, the last bit may differ for gradients that persist as views of buckets
-(`zero_grad(set_to_none=False)`), because DDP divides them where it multiplies others.
+(`zero_grad(set_to_none=False)`), because DDP divides them where it multiplies others. The model itself does not hold the
+hook's state, so it can be copied and saved; a copy has no hook.
 """
 
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, Literal, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -42,6 +46,9 @@ WIRES: dict[Compression | None, type[AbstractWire]] = {None: AsIs, "bf16": AsBfl
 WIDER_THAN_BFLOAT16 = (torch.float32, torch.float64)
 IS_SPARSE = "its gradients are sparse"
 NOT_SUMMABLE = "fp8 is summed within one host only"
+OF_THE_JOB = "the job has registered a communication hook of its own"
+IN_JOIN = "the model runs in join(), where ranks may take different numbers of steps"
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 @final
@@ -55,6 +62,12 @@ class BucketAverages:
         self._compression = compression
         self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
+        self._of_job: tuple[Hook, object] | None = None  # a hook that averages in place of this one, and its state
+        self.is_in_join = False  # buckets stay with the library then
+
+    def give_way(self, hook: Hook, state: object) -> None:
+        """Leave all buckets to a hook of the job's own from now on. Call it between steps, on every rank."""
+        self._of_job = hook, state
 
     def use(self, is_on: bool) -> None:
         """From the next backward pass on, average by copies, or by the library as DDP does without a hook.
@@ -98,13 +111,17 @@ class BucketAverages:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; DDP calls this for every bucket."""
         flat = bucket.buffer()
+        if self._of_job is not None:
+            hook, state = self._of_job
+            self._tally.count_library(OF_THE_JOB)
+            return hook(state, bucket)
         if self._is_librarys(flat):
             return _average_by_library(flat, self._lanes.group)
         return future_of(flat, self._average_parts(flat, self._wire_for(flat.dtype)))
 
     def _is_librarys(self, flat: torch.Tensor) -> bool:
-        if not self._is_on:
-            obstacle, part_bytes = SWITCHED_OFF, 0
+        if self.is_in_join or not self._is_on:
+            obstacle, part_bytes = (IN_JOIN if self.is_in_join else SWITCHED_OFF), 0
         elif flat.layout != torch.strided:
             obstacle, part_bytes = IS_SPARSE, 0
         elif self._lanes.num_hosts > 1 and not self._wire_for(flat.dtype).is_summable:
@@ -185,8 +202,44 @@ def register(
         model.register_comm_hook(state, BucketAverages.average)
     except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
         raise IntegrationError(_has_hook("a built-in hook of torch")) from problem
+    model._comm_hooks.pop()  # copies of the model would hold the state, and with it this process's groups and memory
+    _registered()[model] = state
     state.use(is_on)
     return state
+
+
+@cache
+def _registered() -> WeakKeyDictionary[DistributedDataParallel, BucketAverages]:
+    """The hooks of this process's models."""
+    return WeakKeyDictionary()
+
+
+@cache
+def watch_job() -> None:
+    """Watch, in a job that nobody edits, what it does with the models of `register`: from now on a hook that it registers
+    takes over, and a model that it joins leaves its buckets to the library. All ranks do either between the same steps.
+    """
+    register_for_job, join_for_job = DistributedDataParallel.register_comm_hook, DistributedDataParallel.join
+
+    @wraps(register_for_job)
+    def register_comm_hook(model: DistributedDataParallel, state: object, hook: Hook) -> None:
+        averages = _registered().get(model)
+        if averages is None or model._comm_hooks:
+            register_for_job(model, state, hook)
+            return
+        model._check_comm_hook(hook)
+        model._comm_hooks.append((hook, state))
+        averages.give_way(hook, state)
+
+    @wraps(join_for_job)
+    def join(model: DistributedDataParallel, *arguments: Any, **named: Any) -> Any:
+        averages = _registered().get(model)
+        if averages is not None:
+            averages.is_in_join = True
+        return join_for_job(model, *arguments, **named)
+
+    DistributedDataParallel.register_comm_hook = register_comm_hook
+    DistributedDataParallel.join = join
 
 
 def _require_types(model: DistributedDataParallel, compression: Compression | None) -> None:
@@ -209,12 +262,12 @@ def _require_no_hook(model: DistributedDataParallel) -> None:
         IntegrationError,
         "torch._dynamo's optimize_ddp is 'python_reducer', which has no gradient buckets. Set it to 'ddp_optimizer'.",
     )
-    for hook, state in model._comm_hooks:
-        require(
-            not isinstance(state, BucketAverages),
-            IntegrationError,
-            "register() was already called for this model. Switch the object that it returned, by use(True) and use(False).",
-        )
+    require(
+        model not in _registered(),
+        IntegrationError,
+        "register() was already called for this model. Switch the object that it returned, by use(True) and use(False).",
+    )
+    for hook, _ in model._comm_hooks:
         raise IntegrationError(_has_hook(getattr(hook, "__qualname__", type(hook).__name__)))
 
 

@@ -113,6 +113,7 @@ class TorchJobPaths(AbstractJobPaths):
             self._sharded.append(fsdp2.use_copy_engines(root, is_on=False))
 
     def _take_ddp(self, _: PathOffer) -> None:
+        ddp.watch_job()
         for model in _data_parallel(_modules()):
             self._averages.append(ddp.register(model, is_on=False))
 
@@ -129,6 +130,10 @@ class TorchJobPaths(AbstractJobPaths):
             self._seen.update(part for parts in late for part in parts)
             found += [format_count(len(late), kind)] if late else []
         return tuple(found)
+
+    def why_apart(self) -> str:
+        """See `AbstractJobPaths.why_apart`."""
+        return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -264,7 +269,8 @@ def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:
         what = f"gradient buckets of {format_count(len(replicated), 'DDP model')}"
-        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",)))
+        refusal = ddp.IN_JOIN if any(model._join_config.enable for model in replicated) else ""
+        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",), refusal=refusal))
     if sharded:
         what = format_count(len(sharded), "FSDP2 model")
         offers.append(PathOffer(integration="fsdp2", what=what, kinds=("all_gather", "reduce_scatter")))

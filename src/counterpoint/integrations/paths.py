@@ -109,6 +109,13 @@ class AbstractJobPaths(ABC):
     def late_models(self) -> tuple[str, ...]:
         """Return models, in words, that were parallelized since the survey or the last call; each once."""
 
+    def why_apart(self) -> str:
+        """Return why ranks may take different numbers of steps from now on, so that none can wait for another; or nothing.
+
+        All ranks find the same after the same step.
+        """
+        return ""
+
     @abstractmethod
     def drop(self, integrations: Sequence[Integration]) -> None:
         """Leave these to the library for good, because some rank could not prepare them."""

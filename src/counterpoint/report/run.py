@@ -45,7 +45,7 @@ def print_outcome(console: Console, outcome: RunOutcome) -> None:
         print_line(console, remark)
     if outcome.damaged:
         print_line(console, describe_damage(outcome.damaged))
-    elif not outcome.processes:
+    elif not outcome.processes and not (outcome.record is not None and outcome.record.has_tried):
         print_line(console, NOTHING_LOADED)
     for process in outcome.processes:
         if process.problem:

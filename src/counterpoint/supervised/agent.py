@@ -47,6 +47,7 @@ from counterpoint.supervised.settings import (
 )
 from counterpoint.supervised.tuning import LiveTuner
 
+RANK_PROCESS_VARIABLE = "COUNTERPOINT_RANK_PROCESS"
 MOST_LETTERS = 600  # most letters of a failure's reason in a line
 
 
@@ -66,8 +67,8 @@ class JobAgent:
         self._paths: AbstractJobPaths | None = None
         self._exchange: Exchange | None = None
         self._heartbeat: Heartbeat | None = None
-        self._is_retired = self._is_failed = False
         self._pid = os.getpid()
+        self._is_retired, self._is_failed = _is_within_rank(self._pid), False
 
     @property
     def is_retired(self) -> bool:
@@ -246,6 +247,16 @@ class JobAgent:
             state = self._block.state()
             write_totals(self._directory, Totals(setting=Setting(rules=state.rules), counters=state.counters))
             self._block.swap(())
+
+
+def _is_within_rank(pid: int) -> bool:
+    """Return whether this process was started by a rank, whose environment it has; a rank is noted there."""
+    noted = os.environ.get(RANK_PROCESS_VARIABLE, "")
+    if noted not in ("", str(pid)) and Path("/proc", noted).exists():
+        return True
+    if launched_rank(os.environ) is not None:
+        os.environ[RANK_PROCESS_VARIABLE] = str(pid)
+    return False
 
 
 @cache

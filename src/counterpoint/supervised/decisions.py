@@ -16,7 +16,7 @@ from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
-from counterpoint.supervised.settings import UNCHANGED, LiveSettings, Setting, setting_of
+from counterpoint.supervised.settings import CANDIDATE, UNCHANGED, LiveSettings, Setting, setting_of
 from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
@@ -25,7 +25,6 @@ AS_IT_IS = "as it is"
 GIVEN = "the plan given"
 MOST_ALIKE = 3  # refusals for one reason that a plan lists one by one
 MOST_REASONS = 3  # that a summary names; the plan has all
-CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
 Grid = tuple[int, int, int]
 
 

@@ -49,7 +49,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], signals: H
     process = subprocess.Popen(command, preexec_fn=prepare, **options)  # noqa: PLW1509
     status, received = _wait(process.pid, signals, has_terminal)
     process.returncode = status  # it was already reaped here
-    is_interrupted = status < 0 or bool(received & ENDING)
+    is_interrupted = status < 0 or bool(received & ENDING - signals.ignored)
     num_leftover = _end_leftovers(signals) if is_interrupted else 0
     return Ended(exit_status=128 - status if status < 0 else status, num_leftover=num_leftover)
 

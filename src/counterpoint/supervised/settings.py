@@ -24,6 +24,7 @@ SETTINGS_FILE = "settings.json"
 RECORD_FILE = "record.json"
 LEAST_BUDGET_STEPS = 100
 MOST_BUDGET_STEPS = 1_000_000
+CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
 
 Stage = Literal["warming up", "trying candidates", "decided", "reverted", "stopped"]
 UNDECIDED: tuple[Stage, ...] = ("warming up", "trying candidates")
@@ -99,6 +100,17 @@ class LiveRecord(Value, frozen=True, kw_only=True):
     setting: Setting = UNCHANGED
     measurements: tuple[Measurement, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_tried(self) -> bool:
+        """Whether a candidate was measured."""
+        return len(self.measurements) > 1
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether there were candidates, and the budget had no room for any."""
+        refusals = () if self.plan is None else self.plan.refusals
+        return not self.has_tried and any(refusal.control == CANDIDATE for refusal in refusals)
 
 
 class Totals(Value, frozen=True, kw_only=True):

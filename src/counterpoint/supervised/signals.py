@@ -17,6 +17,7 @@ from typing import final
 SI_KERNEL = 0x80  # asm-generic/siginfo.h: sent by the kernel, not by a process
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 STOPPING = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+OF_BACKGROUND = frozenset({signal.SIGINT, signal.SIGQUIT})  # ignored in background jobs of shells
 OF_TERMINAL = STOPPING | {signal.SIGINT, signal.SIGQUIT, signal.SIGHUP}
 PASSED_ON = frozenset(
     {
@@ -46,8 +47,10 @@ class HeldSignals:
     """
 
     def __init__(self, *, is_last: bool = False) -> None:
-        # ignored signals stay ignored: the command of a `nohup` inherits that
-        self.wanted = frozenset(number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN)
+        # ignored signals stay ignored: the command of a `nohup` inherits that. Shells start their background jobs with two
+        # of them ignored, and the command may handle these nevertheless
+        self.ignored = frozenset(number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN)
+        self.wanted = PASSED_ON - (self.ignored - OF_BACKGROUND)
         self.mask_before: frozenset[int] = frozenset()
         self._is_last = is_last
         self._is_held = False

@@ -84,6 +84,8 @@ class LiveTuner:
         held here.
         """
         self._follower.step += 1
+        if self._are_apart():
+            return False
         held = Patience(self._job, self._hold_limit_s)
         try:
             while self._follower.lockstep.is_held(self._follower.step):
@@ -105,6 +107,19 @@ class LiveTuner:
             # a job may end at any step, and the report then needs the number of steps
             self._teller.record(self._teller.stage)
         return True
+
+    def _are_apart(self) -> bool:
+        """Return whether ranks may take different numbers of steps from now on; then this one has ended its part.
+
+        All ranks find that after the same step, so they return to the library together without another word.
+        """
+        reason = self._job.paths.why_apart() if self._follower.lockstep.is_on else ""
+        if reason:
+            self._follower.in_force.keep_paths()
+            self.revert()
+            self._follower.lockstep.end()
+            self._teller.tell("stopped", f"stopped after {self._teller.steps()}: {reason}; the job runs unchanged")
+        return bool(reason)
 
     def optimizer_made(self) -> None:
         """Handle a new optimizer, perhaps for a model that was not seen yet."""

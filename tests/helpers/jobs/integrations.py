@@ -31,6 +31,8 @@ from integration_sections.data_parallel import (
 from integration_sections.data_parallel_switching import (
     ddp_checkpoints,
     ddp_compiled,
+    ddp_copies_of_a_model,
+    ddp_gives_way_to_a_hook_of_the_job,
     ddp_models_that_come_and_go,
     ddp_refuses_a_second_hook,
     ddp_sparse_gradients,
@@ -115,6 +117,8 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_refuses_a_second_hook,
         ddp_models_that_come_and_go,
         ddp_checkpoints,
+        ddp_copies_of_a_model,
+        ddp_gives_way_to_a_hook_of_the_job,
         ddp_sparse_gradients,
         ddp_without_memory,
         fsdp2_steps,

@@ -5,10 +5,12 @@
 KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2) or bare. VARIANT is
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer, after some steps), `broken` (rank 1
-cannot look for models), or `killed` (after some steps).
+cannot look for models), `killed` (after some steps), `joins` (DDP's join() around all steps) or `uneven` (join() around the
+later steps, of which rank 1 has more).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -101,7 +103,10 @@ def train(kind: str, variant: str) -> None:
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
         vars(job_paths)["_modules"] = lambda: {}["a module"]
-    for step in range(1, NUM_STEPS + 1):
+    joined = contextlib.ExitStack()
+    for step in range(1, NUM_STEPS + 1 + (12 if variant == "uneven" and rank == 1 else 0)):
+        if (variant, step) in (("joins", 1), ("uneven", 3)):
+            joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
         if isinstance(model, Row):
@@ -118,6 +123,7 @@ def train(kind: str, variant: str) -> None:
             optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
         if variant == "killed" and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
+    joined.close()
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
     if kind == "bare" and in_use is not None:
         in_use.undo()

@@ -1,5 +1,7 @@
 """DDP that changes between copies and the library between steps: the same bits as a bare job whenever copies are off."""
 
+import copy
+import io
 from collections.abc import Callable
 
 import torch
@@ -166,6 +168,47 @@ def ddp_checkpoints() -> None:
     assert list(saved) == list(other.state_dict())
     other.load_state_dict(saved)
     assert_equal(other.state_dict().values(), saved.values())
+
+
+def ddp_copies_of_a_model() -> None:
+    """A model under the integration can be copied and saved whole; a copy is a bare model."""
+    model = wrapped()
+    state = ddp.register(model, least_part_bytes=0)
+    trained(model)
+    whole = io.BytesIO()
+    torch.save(model, whole)
+    whole.seek(0)
+    num_by_copies, bare = state.num_by_copies, wrapped()
+    bare.load_state_dict(model.state_dict())
+    expected = trained(bare)
+    for other in (copy.deepcopy(model), torch.load(whole, weights_only=False)):
+        assert_equal(trained(other), expected)
+    assert state.num_by_copies == num_by_copies
+    trained(model)
+    assert state.num_by_copies > num_by_copies
+
+
+def ddp_gives_way_to_a_hook_of_the_job() -> None:
+    """In a job that nobody edits, a hook that it registers in mid-training takes over."""
+
+    def doubled(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return default_hooks.allreduce_hook(None, bucket).then(lambda done: 2 * done.value())
+
+    ddp.watch_job()
+    results, states = [], []
+    for is_ours in (False, True):
+        model = wrapped()
+        if is_ours:
+            states.append(ddp.register(model, least_part_bytes=0))
+
+        def register(step: int) -> None:
+            if step == 2:
+                model.register_comm_hook(None, doubled)  # noqa: B023  called within this turn
+
+        results.append(trained(model, register))
+    assert_close(results[1], results[0], 1e-4)
+    assert 0 < states[0].num_by_copies < states[0].num_by_library
+    assert "a communication hook of its own" in str(states[0])
 
 
 def ddp_sparse_gradients() -> None:
