@@ -7,6 +7,7 @@ A plan knows nothing of how its controls are applied. It is saved as TOML that p
 cannot help is not in the plan; `refusals` lists it with the reason.
 """
 
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
@@ -47,6 +48,8 @@ class Match(Value, frozen=True, kw_only=True):
         lowest = min(self.ordinals or (0,))
         require(lowest >= 0, PlanError, f"ordinals count from 0; found {lowest}. Give numbers of 0 or more.")
         require((self.num_bytes or 0) >= 0, PlanError, f"num_bytes must be 0 or more; found {self.num_bytes}.")
+        lowest = min(self.operations or (0,))
+        require(lowest >= 0, PlanError, f"operations count from 0; found {lowest}. Give numbers of 0 or more.")
 
     def candidates(self, step: Step) -> tuple[int, ...]:
         """Return the numbers of the operations that all fields but `ordinals` accept, ascending; ordinals count these."""
@@ -120,6 +123,10 @@ class Expectation(Value, frozen=True, kw_only=True):
     origin: Literal["simulated", "measured"]
     baseline_us: float
     planned_us: float
+
+    def __post_init__(self) -> None:
+        for name, time_us in (("baseline_us", self.baseline_us), ("planned_us", self.planned_us)):
+            require(0 <= time_us < math.inf, PlanError, f"{name} must be a time of 0 or more; found {time_us}.")
 
 
 class Plan(Value, frozen=True, kw_only=True):

@@ -111,6 +111,7 @@ def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none.json"], "'none.json' does not exist"),
+        ([str(Path(__file__).parent)], "is a folder. Name the traces in it"),
         ([DDP[0], DDP[0]], "is named twice"),
         ([str(Path(__file__))], "is not a profiler trace"),
         ([DDP[0], "--fail-if", "exposed"], "--fail-if takes conditions"),

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from counterpoint import read_trace
 from counterpoint.controls import Control, HeadStart, Priority, Transport
 from counterpoint.errors import PlanError
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, load_plan, save_plan
+from counterpoint.plan import LEAVE_IT, Directive, Expectation, Match, Plan, load_plan, save_plan
 from counterpoint.planner.durable import DurableMatches
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step
 from helpers.toy_steps import GREATEST, kernel, step_of
@@ -216,3 +216,14 @@ def test_a_trace_tells_the_process_group_of_each_collective() -> None:
     collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
     assert len(collectives) == 18
     assert {each.process_group for each in collectives} == {"default_pg"}
+
+
+@pytest.mark.parametrize("time_us", [-1.0, float("nan"), float("inf")])
+def test_an_expected_time_that_cannot_be_is_refused(time_us: float) -> None:
+    with pytest.raises(PlanError, match="planned_us must be a time of 0 or more"):
+        Expectation(origin="measured", baseline_us=1, planned_us=time_us)
+
+
+def test_a_number_of_an_operation_counts_from_0() -> None:
+    with pytest.raises(PlanError, match="operations count from 0; found -1"):
+        Match(operations=(-1,))

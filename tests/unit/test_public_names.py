@@ -114,6 +114,8 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: counterpoint.measure(None), "measure takes a Timeline; found None."),
     (lambda: counterpoint.Simulator().run(STEP, H200, None), "run takes a Plan; found None."),
     (lambda: counterpoint.Simulator().run(STEP, "h200", counterpoint.LEAVE_IT), "run takes a Machine; found 'h200'."),
+    (lambda: counterpoint.Simulator(5), "Simulator takes a calibration; found a value of type int."),
+    (lambda: counterpoint.Simulator(clock_share=-1), "clock_share must be greater than 0; found -1."),
     (lambda: counterpoint.load_workload("cb_ar_opt2", num_ctas="3"), "num_ctas must be a whole number; found '3'."),
     (lambda: counterpoint.load_workload(None), "load_workload takes a name or a path; found None. Known: cb_a2a_opt1"),
     (lambda: counterpoint.load_machine(H200), "load_machine takes a name or a path; found a value of type Machine."),

@@ -50,6 +50,27 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, content: 
     assert says in failure(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "rank", "says"),
+    [
+        (10**12, 0, "states 1000000000000 ranks; there must be from 1 to 1,048,576"),
+        (0, 0, "states 0 ranks"),
+        (2, 5, "states that it is of rank 5; ranks are from 0 to 1"),
+        (None, -1, "states that it is of rank -1"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(tmp_path: Path, world_size: int | None, rank: int, says: str) -> None:
+    trace = small_trace()
+    trace.document["distributedInfo"] = {"rank": rank, "world_size": world_size}
+    (tmp_path / "a.json").write_bytes(trace.text())
+    assert says in failure(tmp_path / "a.json")
+
+
+def test_what_to_do_with_a_damaged_file_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(small_trace().text(), mtime=0)[:-400])
+    assert failure(tmp_path / "a.json.gz").count("record it again") == 1
+
+
 def test_a_directory_and_a_missing_file_cannot_be_read(tmp_path: Path) -> None:
     assert "Is a directory" in failure(tmp_path)
     assert "No such file" in failure(tmp_path / "none.json")
@@ -79,7 +100,7 @@ def last_kernel(trace: TraceBuilder) -> dict[str, Any]:
         (lambda trace: last_kernel(trace).update(ts=20_300.0), "overlap their predecessor"),
         (lambda trace: trace.events.append(last_kernel(trace)), "names two GPU operations"),
         (lambda trace: trace.events.append(trace.events[1]), "names two host calls"),
-        (lambda trace: trace.document["distributedInfo"].update(world_size=0), "at least 1 rank"),
+        (lambda trace: trace.document["distributedInfo"].update(world_size=0), "there must be from 1"),
         (
             lambda trace: trace.document["distributedInfo"].update(world_size="many"),
             "distributedInfo.world_size must be a whole number; found text",

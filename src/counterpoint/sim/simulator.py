@@ -5,9 +5,10 @@ dynamic shared memory and carveout, a priority reorders dispatch, a head start d
 collective to the copy engines (with a sum on SMs if it reduces), and an overlap moves it beside its matmul.
 """
 
+import math
 from collections.abc import Sequence
 
-from counterpoint.errors import PlanError, require_kind, shown
+from counterpoint.errors import ArgumentError, PlanError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
@@ -17,6 +18,7 @@ from counterpoint.sim.step_run import StepRun, clock_share
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import ps_to_us
+from counterpoint.value import require
 
 
 class Simulator(AbstractExecutor):
@@ -27,6 +29,13 @@ class Simulator(AbstractExecutor):
     """
 
     def __init__(self, calibration: Calibration | None = None, *, clock_share: float | None = None) -> None:
+        what = "Simulator takes a calibration"
+        require_kind(calibration, (Calibration, type(None)), what, "Leave it out for the machine's own constants.")
+        require(
+            clock_share is None or 0 < clock_share < math.inf,
+            ArgumentError,
+            f"clock_share must be greater than 0; found {clock_share}. Leave it out for the clock under the power limit.",
+        )
         self._calibration, self._clock_share = calibration, clock_share
 
     def __repr__(self) -> str:

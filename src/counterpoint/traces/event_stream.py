@@ -21,6 +21,7 @@ from counterpoint.value import require
 BLOCK_BYTES = MIB  # four times as much takes a sixth longer, as blocks and their events no longer fit into the cache
 MOST_AROUND_BYTES = 64 * MIB  # limit on the text before or after the events, and on the largest event
 MOST_CANDIDATES = 8
+REMEDY = "copy or record it again"
 WINDOW_BYTES = 65536  # a cut is first looked for within this distance of the block's end
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -121,7 +122,7 @@ class EventStream:
         except CounterpointError as problem:
             if problem.__cause__ is None or not self._head or isinstance(problem.__cause__, OSError):
                 raise
-            self.damage = str(problem).removesuffix(".")
+            self.damage = str(problem).removesuffix(f"; {REMEDY}.")
             return b""
 
     def _find_events(self) -> bool:
@@ -224,7 +225,7 @@ class EventStream:
             self.damage = self.damage or f"{self.path} is not whole JSON: {self._damage_of(self._rest)}"
         events = self._decode(certain if end is None else end)
         if events is None:
-            raise TraceError(f"{self.path} is not whole JSON: {self._damage_of(self._rest)}; copy or record it again.")
+            raise TraceError(f"{self.path} is not whole JSON: {self._damage_of(self._rest)}; {REMEDY}.")
         yield _complete(events)
         if end is None:
             return
@@ -273,7 +274,7 @@ class EventStream:
         if isinstance(problem, RecursionError):
             return TraceError(f"{self.path} is not a profiler trace: it is nested too deeply; {remedy}.")
         said = str(problem).removeprefix("JSON is malformed: ")
-        return TraceError(f"{self.path} is not whole JSON: {said}; copy or record it again.")
+        return TraceError(f"{self.path} is not whole JSON: {said}; {REMEDY}.")
 
 
 def _complete(events: list[Event]) -> list[Event]:

@@ -18,7 +18,15 @@ from msgspec.structs import force_setattr
 from counterpoint.errors import TraceError, shown
 from counterpoint.files import UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
-from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
+from counterpoint.traces.activity import (
+    MOST_RANKS,
+    ActivityTrace,
+    Category,
+    GpuOperation,
+    HostCall,
+    LaunchArguments,
+    SyncArguments,
+)
 from counterpoint.traces.assembly import assemble
 from counterpoint.traces.event_stream import Device, Distributed, Event, EventStream, Surroundings
 from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
@@ -205,6 +213,7 @@ class _Collected:
                 self.calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
         device = next((item for item in surroundings.deviceProperties if item.id == number), Device())
         distributed = surroundings.distributedInfo or Distributed()
+        self._check_ranks(distributed.rank, distributed.world_size)
         trace = ActivityTrace(
             path=str(self.path),
             operations=(),
@@ -220,6 +229,20 @@ class _Collected:
             host_waits=tuple(sorted(self.host_waits)),
         )
         return assemble(trace, operations, self.calls, self.operators, damage)
+
+    def _check_ranks(self, rank: int | None, world_size: int | None) -> None:
+        remedy = "correct the file's distributedInfo, or record it again"
+        require(
+            world_size is None or 1 <= world_size <= MOST_RANKS,
+            TraceError,
+            f"{self.path} states {world_size} ranks; there must be from 1 to {MOST_RANKS:,}; {remedy}.",
+        )
+        last = (world_size or MOST_RANKS) - 1
+        require(
+            rank is None or 0 <= rank <= last,
+            TraceError,
+            f"{self.path} states that it is of rank {rank}; ranks are from 0 to {last:,}; {remedy}.",
+        )
 
 
 @cache

@@ -228,12 +228,12 @@ def parse_bytes(size: int | str, where: str) -> int:
 
     KB, MB and GB are powers of 1000; KiB, MiB and GiB are powers of 1024.
     """
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(size).strip())
+    found = re.fullmatch(r"([0-9]{1,16}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)", str(size).strip())
     unit = _BYTE_UNITS.get(found[2].upper()) if found else None
     num_bytes = float(found[1]) * unit if found and unit else -1.0
     if not (0 < num_bytes <= MAX_BYTES and num_bytes.is_integer()):
         _refuse(
-            f"{where} must be a whole number of bytes up to 1 PiB, with B, KB, MB, GB, KiB, MiB or GiB; "
+            f"{where} must be a whole number of bytes from 1 to 1 PiB, with B, KB, MB, GB, KiB, MiB or GiB; "
             f"found {str(size)[:40]!r}."
         )
     return int(num_bytes)
