@@ -96,6 +96,15 @@ def test_copies_sums_and_signals_on_a_stream_that_computes_carry_one_collective(
     assert step.copy_us == 20
 
 
+def test_operations_that_overlap_on_a_stream_are_a_problem(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 1000)
+    trace.kernel(MATMUL, 100, 200, host=1)
+    trace.kernel(MATMUL, 250, 200, host=2)
+    problems = analyze(trace, tmp_path).problems
+    assert any("1 operation overlaps its predecessor on a stream, which is impossible" in problem for problem in problems)
+
+
 @pytest.mark.parametrize(
     ("operator", "kind"),
     [

@@ -77,15 +77,15 @@ def test_no_plan_is_a_gain_that_is_slower_than_the_traced_step(tmp_path: Path, s
     assert load_plan(tmp_path / "plan.toml").verdict == verdict
 
 
-def test_the_possible_gain_of_a_job_that_waits_for_its_host_begins_at_the_traced_time() -> None:
+@pytest.mark.parametrize("stretch", [1.0, 1.1])  # to more than the sum of stand-alone times, as where the host is late
+def test_the_possible_gain_of_a_traced_job_begins_at_the_traced_time(stretch: float) -> None:
     job = load_job(str(ROOT / "examples" / "traces" / "moe.rank0.json.gz"))
     assert job.traced is not None
     spans = [(each.kind, each.start_us, each.end_us) for each in job.traced.timeline.intervals]
-    traced = timeline(*spans, scale=1.1)  # the sum of stand-alone times is less
+    traced = timeline(*spans, scale=stretch)
     tuning = tune(job.step, job.machine)
     summary = summarize_tuning(replace(job, traced=replace(job.traced, timeline=traced)), tuning)
     rows = {row.name: row.makespan_us for row in summary.step}
-    assert rows["sequential"] < rows["as traced"]
     share = (rows["as traced"] - rows["with the plan"]) / (rows["as traced"] - rows["ideal in pieces"])
     planned = next(row for row in summary.step if row.name == "with the plan")
     assert planned.remark == f"{100 * share:.1f} % of the possible gain"

@@ -24,6 +24,7 @@ from counterpoint.analysis.windows import RankWindows, find_busy, find_figures, 
 from counterpoint.errors import CounterpointError
 from counterpoint.spans import Span
 from counterpoint.traces.activity import ActivityTrace
+from counterpoint.traces.steady import overlaps_on_streams
 from counterpoint.traces.traced_step import TracedStep, traced_step_of
 from counterpoint.units import format_count
 from counterpoint.value import cyclic_gc_paused
@@ -147,6 +148,13 @@ def _problems(timed: TimedTrace) -> list[str]:
     if early:
         what = format_count(early, "operation starts", "operations start")
         problems.append(f"{what} before the launch (kineto#1380), so host and GPU times do not agree there.")
+    impossible, _ = overlaps_on_streams(timed.trace.operations)
+    if impossible:
+        what = format_count(len(impossible), "operation overlaps its", "operations overlap their")
+        problems.append(
+            f"{what} predecessor on a stream, which is impossible: times and causes are wrong. Record the trace again, of "
+            "one process."
+        )
     if not timed.trace.device_name:
         problems.append(
             "The trace does not name its GPU, so whether kernels fit beside each other is judged by their number "

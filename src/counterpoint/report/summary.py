@@ -174,11 +174,11 @@ def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
 
 
 def _planned_row(job: Job, scale: Scale, name: str, simulated: Timeline, plan: Plan = LEAVE_IT) -> ReportRow:
-    """Return a simulated row with its share of the possible gain, which begins at the sequential time, or at the traced
-    time if that is longer: a job also waits for its host and for other ranks.
+    """Return a simulated row with its share of the possible gain, which begins at the traced time, or at the sequential time
+    of a step that was not traced.
     """
     metrics = measure(simulated)
-    start_us = max(scale.sequential_us, 0.0 if job.traced is None else measure(job.traced.timeline).makespan_us)
+    start_us = scale.sequential_us if job.traced is None else measure(job.traced.timeline).makespan_us
     share = share_of_ideal(start_us, metrics.makespan_us, scale.ideal_of(plan))
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"
     return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

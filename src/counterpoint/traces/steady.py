@@ -166,7 +166,23 @@ def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
 
 
 def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str, ...]:
-    """Return notes on operations of one stream that overlap. Raises `TraceError` where an overlap is impossible.
+    """Return notes on operations of one stream that overlap. Raises `TraceError` where an overlap is impossible."""
+    impossible, early = overlaps_on_streams(operations)
+    if impossible:
+        previous, operation = impossible[0]
+        raise TraceError(
+            f"{path}: {len(impossible)} operations overlap their predecessor on a stream, first "
+            f"'{shown(operation.name)}' on "
+            f"stream {operation.stream}, {previous.end_us - operation.start_us:.3f} us before "
+            f"'{shown(previous.name)}' ends. "
+            "Record the trace again, of one process."
+        )
+    return (f"{early} kernels start before their predecessor on the stream has ended (dependent launch).",) if early else ()
+
+
+def overlaps_on_streams(operations: tuple[GpuOperation, ...]) -> tuple[list[tuple[GpuOperation, GpuOperation]], int]:
+    """Return the operations that overlap their predecessor on a stream, after it, where that is impossible; and the number
+    of those that may.
 
     Only nodes of a graph and kernels launched with extended attributes (programmatic dependent launch) may start before
     their predecessor has ended.
@@ -184,16 +200,7 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
                 early += 1
             else:
                 impossible.append((previous, operation))
-    if impossible:
-        previous, operation = impossible[0]
-        raise TraceError(
-            f"{path}: {len(impossible)} operations overlap their predecessor on a stream, first "
-            f"'{shown(operation.name)}' on "
-            f"stream {operation.stream}, {previous.end_us - operation.start_us:.3f} us before "
-            f"'{shown(previous.name)}' ends. "
-            "Record the trace again, of one process."
-        )
-    return (f"{early} kernels start before their predecessor on the stream has ended (dependent launch).",) if early else ()
+    return impossible, early
 
 
 def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
