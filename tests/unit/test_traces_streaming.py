@@ -79,6 +79,7 @@ def test_what_is_read_of_a_cut_trace_is_as_in_the_whole_one(tmp_path: Path, name
             continue
         num_steps.append(len(cut.step_windows))
         assert "not whole JSON" in cut.notes[0]
+        assert (cut.device_name, cut.world_size) == (whole.device_name, whole.world_size), "they stand before the events"
         end_us = cut.step_windows[-1][1]
         expected = [item for item in whole.operations if item.launched_us is not None and item.launched_us <= end_us]
         assert [item.arguments for item in cut.operations] == [item.arguments for item in expected]
@@ -92,7 +93,7 @@ def test_a_packed_trace_that_is_cut_is_read_up_to_its_last_whole_step(tmp_path: 
     (tmp_path / "cut.json.gz").write_bytes(packed[: 97 * len(packed) // 100])
     step = read_trace(tmp_path / "cut.json.gz")
     assert step.num_steps == 2
-    assert any("damaged gzip" in note and "first 2 steps" in note for note in step.notes)
+    assert any("damaged gzip" in note and "the first 2 can be known to be whole" in note for note in step.notes)
 
 
 def with_operators() -> TraceBuilder:

@@ -36,8 +36,8 @@ def assemble(
     if damage is not None:
         windows, operations = _whole_steps(trace, operations, calls, operators.threads, damage)
         notes.append(
-            f"{damage}. Only the first {len(windows)} steps are known to be whole; they were read, without "
-            "stream waits. Copy or record it again for the rest."
+            f"{damage}. Of its steps, the first {len(windows)} can be known to be whole; they were read, without stream "
+            "waits. Copy or record it again for the rest."
         )
     notes += [*_lost(operations, calls), *_early(operations)]
     operations.sort(key=_issue_key)

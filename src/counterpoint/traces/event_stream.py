@@ -8,6 +8,7 @@ kept and decoded as a file without events. The module does not know what events 
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -228,6 +229,8 @@ class EventStream:
             raise TraceError(f"{self.path} is not whole JSON: {self._damage_of(self._rest)}; {REMEDY}.")
         yield _complete(events)
         if end is None:
+            with suppress(TraceError):  # what stands before the events is whole, unless they are within something else
+                self.surroundings = self._decode_surroundings(self._head + b"]}")
             return
         self.surroundings = self._decode_surroundings(self._head + self._rest[end:])
         require(
