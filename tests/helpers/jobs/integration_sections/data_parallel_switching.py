@@ -182,7 +182,7 @@ def ddp_copies_of_a_model() -> None:
     bare.load_state_dict(model.state_dict())
     expected = trained(bare)
     for other in (copy.deepcopy(model), torch.load(whole, weights_only=False)):
-        assert_equal(trained(other), expected)
+        assert_close(trained(other), expected, 1e-5)  # buckets are laid out anew, so four ranks add up in other orders
     assert state.num_by_copies == num_by_copies
     trained(model)
     assert state.num_by_copies > num_by_copies
