@@ -27,6 +27,8 @@ SECTIONS = (
     "ddp_refuses_a_second_hook",
     "ddp_models_that_come_and_go",
     "ddp_checkpoints",
+    "ddp_copies_of_a_model",
+    "ddp_gives_way_to_a_hook_of_the_job",
     "ddp_sparse_gradients",
     "ddp_without_memory",
     "fsdp2_steps",
