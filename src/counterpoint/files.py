@@ -24,6 +24,7 @@ MAX_RATIO = 250  # the shipped traces shrink 15 times; deflate reaches 1,032 tim
 LEAST_SUSPECT_BYTES = 64 * MIB  # below this size, a high ratio does no harm
 PIECE_BYTES = MIB
 SILENCE_S = 10.0
+REMEDY = "copy or record it again"  # for a damaged file
 
 
 def read_limited(
@@ -170,4 +171,4 @@ def _unpacked(path: Path | str, source: _Source, error: type[CounterpointError],
                     return
         raise EOFError("it ends before its end-of-stream marker")
     except (EOFError, zlib.error) as problem:
-        raise error(f"{shown_path(path)} is damaged gzip ({problem}); copy or record it again.") from problem
+        raise error(f"{shown_path(path)} is damaged gzip ({problem}); {REMEDY}.") from problem

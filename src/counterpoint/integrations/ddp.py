@@ -120,8 +120,10 @@ class BucketAverages:
         return future_of(flat, self._average_parts(flat, self._wire_for(flat.dtype)))
 
     def _is_librarys(self, flat: torch.Tensor) -> bool:
-        if self.is_in_join or not self._is_on:
-            obstacle, part_bytes = (IN_JOIN if self.is_in_join else SWITCHED_OFF), 0
+        if self.is_in_join:
+            obstacle, part_bytes = IN_JOIN, 0
+        elif not self._is_on:
+            obstacle, part_bytes = SWITCHED_OFF, 0
         elif flat.layout != torch.strided:
             obstacle, part_bytes = IS_SPARSE, 0
         elif self._lanes.num_hosts > 1 and not self._wire_for(flat.dtype).is_summable:

@@ -23,12 +23,14 @@ class Scale(Value, frozen=True, kw_only=True):
     """`sequential_us` counts every collective as the step has it; the ideals count each by the faster transport.
 
     `ideal_us` assumes today's dependencies, `in_pieces_us` collectives that are cut into pieces. `inexact_us` is the
-    value computed for the first, if that is above the traced time.
+    value computed for the first, if that is above the traced time. `start_us` is where the possible gain begins: at the
+    traced time, or at the sequential time of a step that was not traced.
     """
 
     sequential_us: float
     ideal_us: float
     in_pieces_us: float
+    start_us: float
     inexact_us: float | None = None
 
     def ideal_of(self, plan: Plan) -> float:
@@ -56,9 +58,11 @@ def scale_of(
     least_us = [min(of_operation) for of_operation in zip(*times_us, strict=True)]
     found_us = ideal_us(step, least_us)
     most_us = found_us if traced_us is None else min(found_us, traced_us)
+    in_turn_us = sequential_us(step, lone_us)
     return Scale(
-        sequential_us=sequential_us(step, lone_us),
+        sequential_us=in_turn_us,
         ideal_us=most_us,
         in_pieces_us=min(most_us, ideal_in_pieces_us(step, least_us)),
+        start_us=in_turn_us if traced_us is None else traced_us,
         inexact_us=found_us if found_us > most_us else None,
     )

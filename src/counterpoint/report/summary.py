@@ -72,7 +72,7 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
     scale = _scale(job, tuning.plan)
     rows = [_replayed_row(job, scale, "as replayed" if job.traced else "as it is", tuning.baseline)]
     if tuning.plan.directives:
-        rows.append(_planned_row(job, scale, "with the plan", tuning.planned, tuning.plan))
+        rows.append(_planned_row(scale, "with the plan", tuning.planned, tuning.plan))
     found = _summary(job, scale, rows, _replay(job, tuning.baseline), plan=tuning.plan, trials=tuning.trials)
     if tuning.plan.directives:
         return replace(found, to_apply=ways_to_apply(tuning.plan, origin))
@@ -86,7 +86,7 @@ def summarize_simulation(job: Job, simulated: Timeline, plan: Plan = LEAVE_IT, r
     """
     scale = _scale(job, plan)
     if plan.directives:
-        rows = [_planned_row(job, scale, "with the plan", simulated, plan)]
+        rows = [_planned_row(scale, "with the plan", simulated, plan)]
         return _summary(job, scale, rows, None, plan=plan, remarks=remarks)
     rows = [_replayed_row(job, scale, "simulated", simulated)]
     return _summary(job, scale, rows, _replay(job, simulated), remarks=remarks)
@@ -153,7 +153,7 @@ def _replay(job: Job, simulated: Timeline) -> ReplayAccuracy | None:
 def _replayed_row(job: Job, scale: Scale, name: str, simulated: Timeline) -> ReportRow:
     replay = _replay(job, simulated)
     if replay is None:
-        return _planned_row(job, scale, name, simulated)
+        return _planned_row(scale, name, simulated)
     metrics = measure(simulated)
     remark = f"replay error {format_change(replay.makespan_error)}"
     return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)
@@ -173,12 +173,8 @@ def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
     yield ReportRow(name="ideal in pieces", makespan_us=scale.in_pieces_us, remark="with collectives cut into pieces")
 
 
-def _planned_row(job: Job, scale: Scale, name: str, simulated: Timeline, plan: Plan = LEAVE_IT) -> ReportRow:
-    """Return a simulated row with its share of the possible gain, which begins at the traced time, or at the sequential time
-    of a step that was not traced.
-    """
+def _planned_row(scale: Scale, name: str, simulated: Timeline, plan: Plan = LEAVE_IT) -> ReportRow:
     metrics = measure(simulated)
-    start_us = scale.sequential_us if job.traced is None else measure(job.traced.timeline).makespan_us
-    share = share_of_ideal(start_us, metrics.makespan_us, scale.ideal_of(plan))
+    share = share_of_ideal(scale.start_us, metrics.makespan_us, scale.ideal_of(plan))
     remark = "" if share is None else f"{format_percent(share)} of the possible gain"
     return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)

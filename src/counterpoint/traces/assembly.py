@@ -9,6 +9,7 @@ from bisect import bisect_right
 from msgspec.structs import force_setattr, replace
 
 from counterpoint.errors import TraceError, shown
+from counterpoint.files import REMEDY
 from counterpoint.traces.activity import GRAPH_LAUNCH, ActivityTrace, GpuOperation, HostCall, HostOperator
 from counterpoint.traces.host_operators import HostOperators, Launch
 from counterpoint.value import require
@@ -122,7 +123,7 @@ def _whole_steps(
         if call is not None and call.thread in reached:
             reached[call.thread] = max(reached[call.thread], bisect_right(starts, call.time_us) - 1)
     num_whole = min(reached.values(), default=-1)
-    require(num_whole >= 1, TraceError, f"{damage}, and none of its steps is known to be whole; copy or record it again.")
+    require(num_whole >= 1, TraceError, f"{damage}, and none of its steps is known to be whole; {REMEDY}.")
     end_us = trace.step_windows[num_whole - 1][1]
     kept = [operation for operation in operations if operation.launched_us is not None and operation.launched_us <= end_us]
     return trace.step_windows[:num_whole], kept

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, TraceError
-from counterpoint.files import UTF8_MARK
+from counterpoint.files import REMEDY, UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.units import MIB, format_bytes
 from counterpoint.value import require
@@ -22,7 +22,6 @@ from counterpoint.value import require
 BLOCK_BYTES = MIB  # four times as much takes a sixth longer, as blocks and their events no longer fit into the cache
 MOST_AROUND_BYTES = 64 * MIB  # limit on the text before or after the events, and on the largest event
 MOST_CANDIDATES = 8
-REMEDY = "copy or record it again"
 WINDOW_BYTES = 65536  # a cut is first looked for within this distance of the block's end
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')

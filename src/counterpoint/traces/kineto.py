@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from counterpoint.errors import TraceError, shown
-from counterpoint.files import UTF8_MARK
+from counterpoint.files import REMEDY, UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.traces.activity import (
     MOST_RANKS,
@@ -200,7 +200,7 @@ class _Collected:
         require(
             bool(self.operations),
             TraceError,
-            f"{damage}; copy or record it again."
+            f"{damage}; {REMEDY}."
             if damage
             else f"{self.path} holds no GPU activity. Record the job on a GPU, with activities=[CPU, CUDA] and without "
             "another profiler attached.",
