@@ -24,6 +24,7 @@ REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatte
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
 
+MAX_RANKS = 1 << 20  # of a job
 MAX_CTAS = 1 << 50  # more CTAs are no real launch: at a nanosecond each on every slot of a GPU they would take minutes
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from counterpoint.errors import TraceError
+from counterpoint.step import MAX_RANKS
 from counterpoint.value import Value
-
-MOST_RANKS = 1 << 20
 
 Category = Literal["kernel", "memcpy", "memset"]
 HostKind = Literal["launch", "record", "wait"]
@@ -49,8 +48,8 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     external_id: int | None = msgspec.field(default=None, name="External id")
 
     def __post_init__(self) -> None:
-        if not 0 <= (self.group_size or 0) <= MOST_RANKS:
-            raise TraceError(f"a collective's group has from 0 to {MOST_RANKS:,} ranks; found {self.group_size}.")
+        if not 0 <= (self.group_size or 0) <= MAX_RANKS:
+            raise TraceError(f"a collective's group has from 0 to {MAX_RANKS:,} ranks; found {self.group_size}.")
         sizes = (self.registers_per_thread, self.shared_bytes, self.num_bytes, self.in_elements or 0, self.out_elements or 0)
         dims = self.grid + self.block
         if min(sizes) < 0 or max(sizes) >= 2**60 or (dims and (min(dims) < 1 or max(dims) >= 2**32)):

@@ -18,15 +18,8 @@ from msgspec.structs import force_setattr
 from counterpoint.errors import TraceError, shown
 from counterpoint.files import REMEDY, UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
-from counterpoint.traces.activity import (
-    MOST_RANKS,
-    ActivityTrace,
-    Category,
-    GpuOperation,
-    HostCall,
-    LaunchArguments,
-    SyncArguments,
-)
+from counterpoint.step import MAX_RANKS
+from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
 from counterpoint.traces.assembly import assemble
 from counterpoint.traces.event_stream import Device, Distributed, Event, EventStream, Surroundings
 from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
@@ -233,11 +226,11 @@ class _Collected:
     def _check_ranks(self, rank: int | None, world_size: int | None) -> None:
         remedy = "correct the file's distributedInfo, or record it again"
         require(
-            world_size is None or 1 <= world_size <= MOST_RANKS,
+            world_size is None or 1 <= world_size <= MAX_RANKS,
             TraceError,
-            f"{self.path} states {world_size} ranks; there must be from 1 to {MOST_RANKS:,}; {remedy}.",
+            f"{self.path} states {world_size} ranks; there must be from 1 to {MAX_RANKS:,}; {remedy}.",
         )
-        last = (world_size or MOST_RANKS) - 1
+        last = (world_size or MAX_RANKS) - 1
         require(
             rank is None or 0 <= rank <= last,
             TraceError,

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from counterpoint.errors import WorkloadError, shown
 from counterpoint.machine import ElementType
-from counterpoint.step import Character, CollectiveKind, CopyDirection, TransportKind
+from counterpoint.step import MAX_RANKS, Character, CollectiveKind, CopyDirection, TransportKind
 from counterpoint.value import Value
 from counterpoint.workloads.gemm import Tile, parse_tile, stage_bytes, tile_count
 
@@ -202,7 +202,7 @@ class Description(Value, frozen=True, kw_only=True):
     copies: tuple[CopyEntry, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_range(f"Workload '{shown(self.name)}'", "num_ranks", self.num_ranks, (1, 1 << 20))
+        _check_range(f"Workload '{shown(self.name)}'", "num_ranks", self.num_ranks, (1, MAX_RANKS))
         _check_range(f"Workload '{shown(self.name)}'", "iterations", self.iterations, (1, MAX_ITERATIONS))
         if not self.entries:
             _refuse(
