@@ -49,6 +49,7 @@ TORCHTITAN = {
 }
 JOBS = (*OURS, "transformers_tp", *TORCHTITAN)
 GRACE_S = 20
+MOST_KEPT = 20_000  # characters of what a failed run said
 SAMPLED_MS = 200
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
 
@@ -111,7 +112,7 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
         "quartiles_ms": [float(found[2]), float(found[3])] if found else None,
         "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", output),
         "said": [line for line in errors.splitlines() if line.startswith(shown)],
-        "errors": "" if status == 0 else errors[-3000:],
+        "errors": "" if status == 0 else errors[-MOST_KEPT:],
     }
 
 

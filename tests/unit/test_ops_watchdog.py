@@ -1,6 +1,7 @@
 """When calls are given up: one that does not end always, slow ones never; and what happens then, on a double of the GPU."""
 
 import io
+import subprocess
 import sys
 import threading
 from bisect import bisect_right
@@ -182,3 +183,43 @@ def test_numbers_of_calls_begin_anew_before_they_outgrow_their_word(
     for _ in range(7):
         watch.sample("stream")
     assert gpu.marked == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_the_thread_ends_at_exit_unless_a_call_is_in_flight(gpu: Gpu, watch: Any) -> None:
+    watch.sample("stream")
+    watch.stop(WAIT_S)
+    assert not watch._thread.is_alive()
+    stuck = Gpu()
+    stuck.is_stuck = True
+    other = Watchdog(stuck, LIMIT_S, end_process=stuck.end_process)
+    other.sample("stream")
+    other.stop(0.01)
+    assert other._thread.is_alive()
+    stuck.ended = 1
+    other.close()
+
+
+MANY_WATCHDOGS = """
+import time
+import torch
+import counterpoint.ops.watchdog as module
+module.POLL_S = 0.001
+
+class Progress(module.AbstractProgress):
+    number = torch.zeros(1, dtype=torch.int32)
+    enter_thread = mark = free_waits = close = lambda *_: None
+
+    def last_ended(self):
+        return int(self.number.item())  # torch gives up the interpreter's lock here
+
+watchdogs = [module.Watchdog(Progress(), 60.0) for _ in range(40)]
+end_s = time.monotonic() + 0.3
+while time.monotonic() < end_s:
+    pass
+"""
+
+
+def test_a_process_with_many_watchdogs_ends_without_an_abort() -> None:
+    """Without the stop at exit two of five such processes abort."""
+    done = subprocess.run([sys.executable, "-c", MANY_WATCHDOGS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -34,6 +34,7 @@ class GpuProgress(AbstractProgress):
         self._context = check("Finding the CUDA context", cu.cuCtxGetCurrent())
         self._device = check("Finding the GPU", cu.cuCtxGetDevice())
         self._number = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._number_on_host = self._number.numpy()  # read without giving up the interpreter's lock, as `item()` does
         found = check("Finding the address of host memory", cu.cuMemHostGetDevicePointer(self._number.data_ptr(), 0))
         self._number_on_gpu = cu.CUdeviceptr(int(found))
         self._stream = check("Making a stream", cu.cuStreamCreate(NON_BLOCKING))  # because another context is not available
@@ -54,7 +55,7 @@ class GpuProgress(AbstractProgress):
 
     def last_ended(self) -> int:
         """See `AbstractProgress.last_ended`."""
-        return int(self._number.item())
+        return int(self._number_on_host[0])
 
     def free_waits(self) -> None:
         """See `AbstractProgress.free_waits`. Raises `DeviceError` once if the job's own context has to be used."""

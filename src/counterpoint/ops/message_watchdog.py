@@ -14,6 +14,8 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from counterpoint.ops.watchdog import stop_at_exit
+
 POLL_S = 0.1
 NO_TAG = 2**31 - 1  # no message has this tag: tags are positions in a schedule
 
@@ -34,6 +36,7 @@ class MessageWatchdog:
         if self._thread is None and self._group.size() > 1:
             self._thread = threading.Thread(target=self._run, name="counterpoint-message-watchdog", daemon=True)
             self._thread.start()
+            stop_at_exit(self)
         self._is_waiting.set()
         try:
             yield
@@ -42,10 +45,14 @@ class MessageWatchdog:
 
     def close(self) -> None:
         """Stop watching."""
+        self.stop()
+
+    def stop(self, within_s: float | None = None) -> None:
+        """Stop watching, and wait for the thread's end, for at most so long."""
         self._closed.set()
         self._is_waiting.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(within_s)
 
     def _run(self) -> None:
         while self._is_waiting.wait() and not self._closed.wait(POLL_S):

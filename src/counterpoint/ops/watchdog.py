@@ -15,17 +15,21 @@ issue: a transport orders its calls, and users of a lane order theirs. Calls in 
 watched. `gpu_progress.py` has the driver's part.
 """
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from counterpoint.errors import DeviceError, OperatorError, say
 
 Handle = Any  # cuda-bindings has no types
 POLL_S = 0.25
+EXIT_S = 2.0  # for all threads together, when the process ends; one may be in a request to a store
+EXIT_POLL_S = 0.005  # between looks at calls in flight when the process ends
 FREEING_S = 0.001  # between two rounds: each releases one wait of every queue, and a queue may hold a thousand
 LAST_NUMBER = 2**31 - 1
 STATUS = 1  # exit status of a process that is ended
@@ -73,6 +77,33 @@ class StallTimer:
         return self._ended >= 0 and now_s - self._since_s > self._limit_s
 
 
+class HasThread(Protocol):
+    """What has a background thread."""
+
+    def stop(self, within_s: float) -> None:
+        """Let the thread end, and wait for that at most so long."""
+
+
+_running: "weakref.WeakSet[HasThread]" = weakref.WeakSet()
+
+
+def stop_at_exit(owner: HasThread) -> None:
+    """Stop the owner's thread when the process ends, unless nothing refers to the owner any more.
+
+    CPython ends a daemon thread that asks for the interpreter's lock while it shuts down by unwinding its stack. If C++ code
+    of torch gave up that lock, as `Tensor.item()` does, the process aborts instead, after a job that has done all its work:
+    "terminate called without an active exception".
+    """
+    _running.add(owner)
+
+
+@atexit.register
+def _stop_all() -> None:
+    deadline_s = time.monotonic() + EXIT_S
+    for owner in list(_running):
+        owner.stop(max(0.0, deadline_s - time.monotonic()))
+
+
 @final
 class Watchdog:
     """Watches the calls of one transport or lane."""
@@ -90,6 +121,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="counterpoint-watch", daemon=True)
         self._thread.start()
+        stop_at_exit(self)
 
     def require_sound(self) -> None:
         """Raise `OperatorError` if an earlier call was given up."""
@@ -101,6 +133,15 @@ class Watchdog:
         number = self._last_issued % LAST_NUMBER + 1
         self._calls.mark(number, stream)
         self._last_issued = number
+
+    def stop(self, within_s: float) -> None:
+        """Stop watching because the process ends. Calls that are still in flight by then stay watched."""
+        deadline_s = time.monotonic() + within_s
+        while self._calls.last_ended() != self._last_issued and time.monotonic() < deadline_s:
+            time.sleep(EXIT_POLL_S)
+        if not self._closed.is_set() and self._calls.last_ended() == self._last_issued:
+            self._closed.set()
+            self._thread.join(within_s)
 
     def close(self) -> None:
         """Stop watching, when everything has ended."""

@@ -20,6 +20,7 @@ ALIVE_TOPIC = "alive"
 BEAT_S = 1.0
 LOOK_BEATS = 3  # a rank that is silent for this long after another has failed is lost
 SILENT_BEATS = 30  # the same while the job runs
+THREAD_END_S = 2.0  # it may be in a request to the store
 STORE_LIMIT_S = 10.0  # a store on a lost host may never answer
 ENDED = -1
 GONE_STORE = "the store of the process group does not answer, so the host that holds it is lost, most likely that of"
@@ -34,10 +35,12 @@ class Heartbeat:
         self._is_over = threading.Event()
         self._counts: dict[int, int] = {}  # on rank 0: the counters when the last one first stood still
         self._num_still: dict[int, int] = {}
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start counting, and check the others when this process ends with an exception."""
-        threading.Thread(target=self.count, name="counterpoint heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self.count, name="counterpoint heartbeat", daemon=True)
+        self._thread.start()
         told_before = sys.excepthook
 
         def tell(kind: type[BaseException], problem: BaseException, traceback: TracebackType | None) -> None:
@@ -48,9 +51,11 @@ class Heartbeat:
         sys.excepthook = tell
 
     def end(self) -> None:
-        """Record that this rank ends normally."""
+        """Record that this rank ends normally, when the thread has ended: it must not outlive the interpreter."""
         if not self._is_over.is_set():
             self._is_over.set()
+            if self._thread is not None:
+                self._thread.join(THREAD_END_S)
             with suppress(RuntimeError):
                 self._exchange.note(ALIVE_TOPIC, ENDED)
 
