@@ -132,19 +132,20 @@ def fsdp2_variants() -> Builds:
     given = tokens_of_this_rank()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
 
-    def build(*, is_ours: bool) -> Variant:
+    def build(**by_copies: bool) -> Variant:
         model = blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16)
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        if is_ours:
-            fsdp2.use_copy_engines(model)
+        if by_copies:
+            fsdp2.use_copy_engines(model).use(**by_copies)
         return Variant(model, given)
 
     return {
         "no communication": lambda: Variant(blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16), given),
-        "nccl": lambda: build(is_ours=False),
-        "copies": lambda: build(is_ours=True),
+        "nccl": build,
+        "copies": lambda: build(gathers=True, reduces=True),
+        "gathers by copies": lambda: build(gathers=True, reduces=False),
     }
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from counterpoint.cuda.block_sums import Arrived
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
 from counterpoint.integrations.compression import GROUP_ELEMENTS, AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
@@ -80,7 +81,7 @@ def test_the_average_of_one_block_from_each_rank_is_their_mean(size: int, ranks:
         for block in range(ranks):
             rows = torch.stack([blocks[block] for blocks in sent])
             averages.append(torch.empty_like(rows[0]))
-            wire.reduce(rows, averages[-1])
+            wire.reduce(Arrived(rows, rows[0].clone(), 0), averages[-1])
         found = torch.empty(size)
         wire.decode(averages, found)
         if isinstance(wire, AsIs):

@@ -16,6 +16,8 @@ from typing import final
 import torch
 from torch.nn import functional
 
+from counterpoint.cuda.block_sums import Arrived, sum_arrived
+
 GROUP_ELEMENTS = 1024  # elements that share a scale: 0.4 % more bytes
 LARGEST_FP8 = 448.0  # torch.finfo(torch.float8_e4m3fn).max
 SCALE_BYTES = 4
@@ -30,10 +32,10 @@ class AbstractWire(ABC):
         """Return the bucket as one flat block per rank; the blocks are views of the bucket if nothing needs converting."""
 
     @abstractmethod
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
-        """Return the mean (or the sum, for a sum format) of the ranks' blocks, given as one row per rank, as a block.
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
+        """Write the mean (or the sum, for a sum format) of the ranks' blocks to `out`, and to `copy`, if given.
 
-        On several hosts, return this host's share of it, which the library adds to the others'.
+        On several hosts it is this host's share of it, which the library adds to the others'.
         """
 
     @abstractmethod
@@ -59,9 +61,9 @@ class AsIs(AbstractWire):
         starts = [min(rank * block, bucket.numel()) for rank in range(num_ranks + 1)]
         return [bucket[start:stop] for start, stop in itertools.pairwise(starts)]
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
         """See `AbstractWire.reduce`."""
-        reduce_rows(rows, out, len(rows) * num_hosts if self._is_mean else 1)
+        sum_arrived(arrived, out, len(arrived.rows) * num_hosts if self._is_mean else 1, copy)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`: the blocks are the bucket."""
@@ -78,9 +80,9 @@ class AsBfloat16(AbstractWire):
         """See `AbstractWire.encode`."""
         return self._as_is.encode(bucket.to(torch.bfloat16), num_ranks)
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
         """See `AbstractWire.reduce`."""
-        self._as_is.reduce(rows, out, num_hosts)
+        self._as_is.reduce(arrived, out, num_hosts, copy)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""
@@ -109,14 +111,17 @@ class AsScaledFloat8(AbstractWire):
         """See `AbstractWire.is_summable`: scales differ."""
         return False
 
-    def reduce(self, rows: torch.Tensor, out: torch.Tensor, num_hosts: int = 1) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
         """See `AbstractWire.reduce`."""
         assert num_hosts == 1, "such blocks cannot be added up"
+        rows = arrived.completed()
         elements, scales = _parts(rows)
         total = elements[0].float() * scales[0]
         for rank in range(1, len(rows)):
             total.addcmul_(elements[rank].float(), scales[rank])
         _quantize((total / len(rows))[None], out[None])
+        if copy is not None:
+            copy.copy_(out)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""
@@ -126,18 +131,6 @@ class AsScaledFloat8(AbstractWire):
             values = (elements[0].float() * scales[0]).flatten()[: bucket.numel() - start]
             bucket[start : start + len(values)].copy_(values)
             start += len(values)
-
-
-def reduce_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
-    """Return the sum of the rows divided by `divisor`. Sums accumulate in single precision; a divisor other than 1 and
-    the number of rows costs one more rounding, of the result.
-    """
-    if divisor == len(rows):
-        torch.mean(rows, 0, out=out)
-        return
-    torch.sum(rows, 0, dtype=out.dtype, out=out)
-    if divisor != 1:
-        out.div_(divisor)
 
 
 def _quantize(groups: torch.Tensor, wire: torch.Tensor) -> None:

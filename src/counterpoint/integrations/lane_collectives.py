@@ -20,8 +20,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from counterpoint.cuda.block_sums import sum_arrived
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.compression import AbstractWire, reduce_rows
+from counterpoint.integrations.compression import AbstractWire
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.units import MIB, format_bytes
@@ -179,14 +180,15 @@ def all_reduce(lane: AbstractLane, levels: HostLevels, bucket: torch.Tensor, wir
     """
     blocks = wire.encode(bucket, lane.num_ranks)
     levels.reserve(lane, max(block.nbytes for block in blocks))
-    rows = lane.exchange(blocks)
+    arrived = lane.exchange(blocks)
     own = blocks[lane.rank]
     shared = lane.shared(own.numel(), own.dtype)
-    wire.reduce(rows, shared, levels.num_hosts)
+    wire.reduce(arrived, shared, levels.num_hosts, own if levels.num_hosts == 1 else None)
     lane.release()
     levels.all_reduce(shared)
     lane.fetch(blocks)
-    own.copy_(shared)
+    if levels.num_hosts > 1:
+        own.copy_(shared)
     wire.decode(blocks, bucket)
     return sum(int(block.nbytes) for block in blocks) + (lane.num_ranks - 2) * int(own.nbytes)
 
@@ -200,9 +202,9 @@ def reduce_scatter(
     """
     num_bytes = levels.num_hosts * int(output.nbytes)
     levels.reserve(lane, num_bytes)
-    rows = lane.exchange([levels.of_place(peer, blocks) for peer in range(lane.num_ranks)])
+    arrived = lane.exchange([levels.of_place(peer, blocks) for peer in range(lane.num_ranks)])
     here = output if levels.num_hosts == 1 else output.new_empty(levels.num_hosts * output.numel())
-    reduce_rows(rows, here, divisor)
+    sum_arrived(arrived, here, divisor)
     lane.release()
     if here is not output:
         levels.reduce_scatter(output, here)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from counterpoint.cuda.block_sums import sum_rows
 from counterpoint.ops.added_matmul import add_product
 from counterpoint.ops.transport import Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Action, Region
@@ -203,7 +204,7 @@ def _sum(action: Action, fixed: Tensors) -> Compute:
         staged, out = tensors[name], rows_of(tensors, target)
         shape, strides = (count, num_rows, staged.shape[1]), (stride * staged.stride(0), staged.stride(0), 1)
         stacked = staged.as_strided(shape, strides, staged.storage_offset() + start * staged.stride(0))
-        torch.sum(stacked, 0, dtype=out.dtype, out=out)
+        sum_rows(stacked, out)
 
     return compute
 

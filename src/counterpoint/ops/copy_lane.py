@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.block_sums import Arrived
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
@@ -82,7 +83,7 @@ class CopyLane(AbstractLane):
         """See `AbstractLane.discard`."""
         self._row_bytes = 0
 
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()
         own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
@@ -92,13 +93,9 @@ class CopyLane(AbstractLane):
             shape = _rows_of(blocks[peer])
             copy_rows((memory.addresses[peer] + row, shape.num_bytes), (blocks[peer].data_ptr(), shape.pitch), shape, stream)
 
-        *pushes, arrivals = self._moves.exchange
-        self._issue(pushes, stream, push)
-        # no other rank writes there; this runs while the others' blocks are in transit
-        rows[self.rank].view(own.shape).copy_(own)
-        self._issue([arrivals], stream)
+        self._issue(self._moves.exchange, stream, push)
         self._sample(stream)
-        return rows
+        return Arrived(rows, own, self.rank)
 
     def release(self) -> None:
         """See `AbstractLane.release`."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.block_sums import has_triton
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
@@ -35,7 +36,6 @@ from counterpoint.ops.expert_exchange import (
     Rows,
 )
 from counterpoint.ops.expert_memory import RegionSizes
-from counterpoint.ops.gated_activation import has_triton
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import stream_of

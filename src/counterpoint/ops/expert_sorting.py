@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from counterpoint.ops.gated_activation import has_triton
+from counterpoint.cuda.block_sums import has_triton
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 
 

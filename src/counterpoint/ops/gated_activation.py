@@ -4,10 +4,10 @@ Backward keeps its inputs, not its result, and computes the result again.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
 
 import torch
+
+from counterpoint.cuda.block_sums import has_triton
 
 Activation = Callable[..., torch.Tensor]  # a function of one matrix, or of two of one shape; works elementwise
 FUSED_TYPES = (torch.bfloat16, torch.float16)
@@ -58,12 +58,6 @@ def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
     return (
         len(inputs) == 2 and inputs[0].is_cuda and inputs[0].numel() > 0 and inputs[0].dtype in FUSED_TYPES and has_triton()
     )
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether Triton is available."""
-    return find_spec("triton") is not None
 
 
 def _differentiated(activation: Activation, inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from counterpoint.cuda.block_sums import Arrived
+
 ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
 
 
@@ -46,8 +48,8 @@ class AbstractLane(ABC):
         """Do without memory until it is reserved."""
 
     @abstractmethod
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Send block p to rank p; return what the ranks sent to this one, as rows in the order of ranks.
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
+        """Send block p to rank p; return what the ranks sent to this one, in the order of ranks, beside its own block.
 
         Block p has the same shape on every rank. What arrives is flat, and is the lane's memory: `release` returns it.
         """

@@ -10,6 +10,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from counterpoint.cuda.block_sums import Arrived
 from counterpoint.ops.agreement import Agreement, host_memory
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.units import format_bytes
@@ -47,14 +48,13 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.discard`."""
         self._row_bytes = 0
 
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
         """See `AbstractLane.exchange`."""
         own = blocks[self.rank]
         staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
         rows = staged[:, : own.nbytes].view(own.dtype)
-        rows[self.rank].view(own.shape).copy_(own)
         self._move(blocks, [rows[peer] for peer in range(self.num_ranks)])
-        return rows
+        return Arrived(rows, own, self.rank)
 
     def release(self) -> None:
         """See `AbstractLane.release`."""

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.block_sums import Arrived, sum_arrived
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective
 from counterpoint.cuda.driver import check
 from counterpoint.cuda.driver_graph import StandIn
@@ -59,7 +60,8 @@ class Recorder:
         def issue(stream: Handle, side: Handle) -> None:
             self._raise(ENTERED, stream)
             with _beside(stream, side):
-                self._own_copy(parts, side)
+                if rows is None:
+                    self._own_copy(parts, side)
                 self._take(ENTERED, stream)
                 for peer in self._peers:
                     first, last = blocks.given[peer]
@@ -68,7 +70,9 @@ class Recorder:
                 self._take(ARRIVED, stream)
             if rows is not None:
                 with torch.cuda.stream(torch.cuda.ExternalStream(int(stream), rows.device)):
-                    reduce_rows(rows, tensor_at(own_sums, rows[0]), issued.reduction)
+                    divisor = len(rows) if issued.reduction == "mean" else 1
+                    own = tensor_at(issued.given.address + start, rows[0])
+                    sum_arrived(Arrived(rows, own, self._rank), tensor_at(own_sums, own), divisor)
             for target in destinations.sums.values():
                 copy_bytes(target, own_sums, end - start, stream)
             if destinations.sums:
@@ -80,8 +84,7 @@ class Recorder:
 
     def _own_copy(self, parts: Parts, stream: Handle) -> None:
         start, end = parts.blocks.given[self._rank]
-        place = parts.issued.got.address if parts.rows is None else parts.rows.data_ptr()
-        target, source = place + parts.blocks.got[self._rank][0], parts.issued.given.address + start
+        target, source = parts.issued.got.address + parts.blocks.got[self._rank][0], parts.issued.given.address + start
         if target != source:
             copy_bytes(target, source, end - start, stream)
 
@@ -96,14 +99,6 @@ def tensor_at(address: int, like: torch.Tensor) -> torch.Tensor:
     """Return the memory at an address as a tensor of that shape, type and device; its owner keeps it alive."""
     storage = torch._C._construct_storage_from_data_pointer(address, like.device, like.nbytes)
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, 0, like.shape)
-
-
-def reduce_rows(rows: torch.Tensor, out: torch.Tensor, reduction: str) -> None:
-    """Write the sum or mean of the rows to `out`, added in float32 if they are narrower, and rounded once."""
-    if reduction == "mean":
-        torch.mean(rows, 0, out=out)
-    else:
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from counterpoint.cuda.block_sums import sum_rows
 from counterpoint.cuda.probes.capped import residency_times
 from counterpoint.cuda.probes.session import Session
 from counterpoint.measurement.points import Point, point
@@ -96,7 +97,7 @@ def probe_sharing(session: Session) -> list[Point]:
 
 
 def probe_sums(session: Session) -> list[Point]:
-    """Time PyTorch's sum over the first dimension of blocks in bf16, which a reduction by copies uses."""
+    """Time the kernel that adds blocks in a reduction by copies, in bf16."""
     points = []
     for num_blocks in (2, 4, 8):
         shape = (NUM_COLD, num_blocks, BLOCK_BYTES // 2)
@@ -104,9 +105,11 @@ def probe_sums(session: Session) -> list[Point]:
         total = torch.empty(BLOCK_BYTES // 2, dtype=torch.bfloat16, device="cuda")
 
         def add(turns: Iterator[torch.Tensor] = turns, total: torch.Tensor = total) -> None:
-            torch.sum(next(turns), 0, out=total)
+            sum_rows(next(turns), total)
 
-        points.append(point("sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES, turns=NUM_COLD))
+        points.append(
+            point("block_sum_us", session.times_us(add, calls=4), blocks=num_blocks, bytes=BLOCK_BYTES, turns=NUM_COLD)
+        )
     return points
 
 
