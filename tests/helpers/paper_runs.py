@@ -1,7 +1,7 @@
 """The first paper's grid as it was measured on H200s, beside what the simulator makes of the captured steps.
 
-On 2 GPUs the captured steps are stored beside the result. On 4 GPUs the lone times of the captures are known, and the rest
-of a step follows from its workload. Nothing here is fitted.
+Captured steps are stored beside the result. Of two workloads on 4 GPUs, measured on 2026-11-21, only the lone times are
+known, and the rest of a step follows from its workload. Nothing here is fitted.
 """
 
 import json
@@ -14,29 +14,13 @@ from counterpoint.machine import load_machine
 from counterpoint.paper.cases import paper_description, with_stages
 from counterpoint.paper.grid import simulate_paper
 from counterpoint.paper.values import CHOICE, PLAIN, PaperResult
-from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.workloads import load_workload
 
 BASELINE = PLAIN
-# A matmul alone and a collective alone, in microseconds, as captured on 4 H200s: the result's sequential time is four times
-# their sum, and its ideal four times the longer of the two and the other once.
-CAPTURED_4X_US = {
-    "cb_ar_opt1": (3185.7, 4029.2),
-    "cb_ar_opt2": (3339.1, 4050.5),
-    "cb_ar_large": (1722.3, 4079.6),
-    "cb_a2a_opt1": (3130.3, 2256.8),
-    "cb_a2a_opt2": (3300.7, 2179.1),
-    "cb_a2a_large": (1724.7, 2149.2),
-    "mb_ar_opt1": (23722.2, 4002.9),
-    "mb_ar_opt2": (23663.0, 4196.2),
-    "mb_ar_large": (12141.3, 4109.5),
-    "mb_a2a_opt1": (23740.2, 2145.1),
-    "mb_a2a_opt2": (23731.8, 2304.6),
-    "mb_a2a_large": (12135.8, 2247.5),
-}
-# Tiles of 128x128x64 in 3 stages; registers as captured on 2 H200s.
-LARGE = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=116, dynamic_shared_bytes=98304)
-LARGE_CTAS = {"cb": 4096, "mb": 28672}
+# A matmul alone and a collective alone, in microseconds, of the steps on 4 H200s that were not kept: the result's sequential
+# time is four times their sum, and its ideal four times the longer of the two and the other once.
+CAPTURED_4X_US = {"mb_ar_opt2": (23663.0, 4196.2), "mb_a2a_opt2": (23731.8, 2304.6)}
 TIMED = {"is_timed_in_bursts": True}  # as captures say of their steps now
 
 
@@ -52,10 +36,10 @@ def measured_rows(num_ranks: int) -> dict[str, dict[str, float]]:
 
 def captured_steps(num_ranks: int) -> dict[str, Step]:
     """The captured step of every workload that was measured on that many GPUs."""
-    if num_ranks == 2:
-        stored = {name: msgspec.convert(step | TIMED, Step) for name, step in _stored(num_ranks)["steps"].items()}
-        return {name: with_stages(step, paper_description(name)) for name, step in stored.items()}
-    return {name: _rebuilt(name, *times) for name, times in CAPTURED_4X_US.items()}
+    stored = {name: msgspec.convert(step | TIMED, Step) for name, step in _stored(num_ranks)["steps"].items()}
+    captured = {name: with_stages(step, paper_description(name)) for name, step in stored.items()}
+    rebuilt = {name: _rebuilt(name, *times) for name, times in CAPTURED_4X_US.items()} if num_ranks == 4 else {}
+    return rebuilt | captured
 
 
 def simulated_rows(step: Step) -> dict[str, float]:
@@ -77,22 +61,18 @@ def _stored(num_ranks: int) -> dict[str, object]:
 
 def _rebuilt(name: str, matmul_us: float, collective_us: float) -> Step:
     """The workload as its capture on 4 GPUs gave it: collectives follow each other, and so do matmuls."""
-    size, kind, tile = name.split("_")
     operations: list[Operation] = []
-    for index, operation in enumerate(load_workload(f"{size}_{kind}_{'opt2' if tile == 'large' else tile}").operations):
+    for index, operation in enumerate(load_workload(name).operations):
         before = {index - 1, index - 2} if isinstance(operation, Collective) else {index - 2}
         waits_for = tuple(Dependency(operation=number) for number in sorted(before) if number >= 0)
         if isinstance(operation, Collective):
             operations.append(msgspec.structs.replace(operation, stream=1, lone_us=collective_us, waits_for=waits_for))
         elif isinstance(operation, Kernel):
-            footprint = operation.footprint
-            if tile == "large":
-                footprint = msgspec.structs.replace(LARGE, num_ctas=LARGE_CTAS[size])
             operations.append(
                 Kernel(
                     name="matmul_kernel",
                     stream=0,
-                    footprint=footprint,
+                    footprint=operation.footprint,
                     character="matmul",
                     lone_us=matmul_us,
                     waits_for=waits_for,

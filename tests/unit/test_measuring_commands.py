@@ -63,10 +63,11 @@ def test_a_grid_of_other_conditions_is_refused(changes: dict[str, str], num_rank
         read_grid(path, HERE | changes, num_ranks)
 
 
-def test_the_stored_grid_of_two_gpus_can_be_gone_on_with() -> None:
-    path = ROOT / "benchmarks" / "results" / "paper_2x_h200.json"
-    found = read_grid(path, json.loads(path.read_text())["conditions"], 2)
-    assert len(found.measured(2)) == len(found.steps) == 11
+@pytest.mark.parametrize(("num_ranks", "num_workloads", "num_steps"), [(2, 11, 11), (4, 12, 10)])
+def test_a_stored_grid_can_be_gone_on_with(num_ranks: int, num_workloads: int, num_steps: int) -> None:
+    path = ROOT / "benchmarks" / "results" / f"paper_{num_ranks}x_h200.json"
+    found = read_grid(path, json.loads(path.read_text())["conditions"], num_ranks)
+    assert (len(found.measured(num_ranks)), len(found.steps)) == (num_workloads, num_steps)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
