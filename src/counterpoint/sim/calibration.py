@@ -21,6 +21,7 @@ from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
 
 BASE = "h200"  # the GPU whose constants replace those that were not measured
+DROPPED = ("sum_cta_us",)  # in files of earlier versions; nothing reads it any more
 MOST_BYTES_OF_FEW = 8 * MIB  # NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, and not from 16 MiB on
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
@@ -178,7 +179,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     copy_engine_fraction: Constant
     copy_latency_us: Constant
     flag_latency_us: Constant
-    sum_cta_us: Constant
+    block_sum_us: Constant
     gather_exposed_us: Constant
     reduction_exposed_us: Constant
     host_link_bytes_per_s: Constant
@@ -245,6 +246,7 @@ def _all_shipped() -> tuple[Calibration, ...]:
 
 def _completed(found: dict[str, Any], where: str) -> Calibration:
     """Complete a file's constants with the H200's. Raises `MachineError` for a file that is no calibration."""
+    found = {name: entry for name, entry in found.items() if name not in DROPPED}
     whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
     for name in ("device_name", "rules", "conditions", "probes"):
         whole.pop(name, None)

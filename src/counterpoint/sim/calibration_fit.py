@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from counterpoint.machine import ElementType, Machine
 from counterpoint.measurement.points import Point
-from counterpoint.occupancy import residency
-from counterpoint.sim.costs import SUM_BYTES_PER_CTA, SUM_FOOTPRINT
+from counterpoint.sim.costs import SUM_BYTES, SUM_CTAS_PER_SM
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
@@ -53,7 +52,7 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
         "matmul_peak_fraction": _matmul_fraction(points, machine, "bf16"),
         "fp32_peak_fraction": _fp32_fraction(points, machine),
         "host_link_bytes_per_s": _host_link(points),
-        "sum_cta_us": _sum_cta(points, machine),
+        "block_sum_us": _block_sum(points, machine),
         "copy_engine_fraction": _copy_fraction(points, machine),
         "copy_latency_us": _copy_latency(points),
     }
@@ -131,16 +130,19 @@ def _host_link(points: Points) -> Fitted | None:
     return Fitted(value=min(rates), spread=max(each.spread for each in times), source="pinned copies, the slower direction")
 
 
-def _sum_cta(points: Points, machine: Machine) -> Fitted | None:
-    """Return the time of a sum per wave of the CTAs that fit at once, for few blocks, which the memory does not limit."""
-    times = [each for each in points.all("sum_us") if float(each.at["blocks"]) <= 4 and "turns" in each.at]
+def _block_sum(points: Points, machine: Machine) -> Fitted | None:
+    """Return the time in which a CTA of the kernel that adds blocks reads a part of one block, or writes that of the sum."""
+    times = points.all("block_sum_us")
     if not times:
         return None
-    slots = residency(machine.gpu, SUM_FOOTPRINT).ctas_per_sm * machine.gpu.num_sms
-    per_cta = [each.value * slots * SUM_BYTES_PER_CTA / float(each.at["bytes"]) for each in times]
-    spread = (max(per_cta) - min(per_cta)) / 2 / statistics.fmean(per_cta)
-    source = "PyTorch's sum of 2 and of 4 bf16 blocks of 32 MiB, none in L2"
-    return Fitted(value=statistics.fmean(per_cta), spread=spread, source=source)
+    num_ctas = SUM_CTAS_PER_SM * machine.gpu.num_sms
+    parts = [float(each.at["bytes"]) / SUM_BYTES / num_ctas * (float(each.at["blocks"]) + 1) for each in times]
+    each_us = [time.value / number for time, number in zip(times, parts, strict=True)]
+    spread = (max(each_us) - min(each_us)) / 2 / statistics.fmean(each_us)
+    source = (
+        "the kernel that adds blocks, 2, 4 and 8 of 32 MiB in bf16, none in L2; 8 KiB of a block by one of two CTAs on an SM"
+    )
+    return Fitted(value=statistics.fmean(each_us), spread=spread, source=source)
 
 
 def _copy_fraction(points: Points, machine: Machine) -> Fitted | None:

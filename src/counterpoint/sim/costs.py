@@ -24,9 +24,10 @@ from counterpoint.sim.tiles import num_tiles, stages, tile_stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
-# PyTorch's mean over the ranks' blocks, torch 2.11 on H200, from a profiler trace: 32,768 CTAs for blocks of 32 MiB
-SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=128, registers_per_thread=54, dynamic_shared_bytes=16)
-SUM_BYTES_PER_CTA = 1024
+# The kernel that adds blocks (`cuda/sum_kernel.py`), as Triton 3.6 compiles it for four blocks on an H100
+SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=40, dynamic_shared_bytes=0)
+SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
+SUM_CTAS_PER_SM = 2
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
@@ -354,35 +355,32 @@ class CostModel:
     def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
         """Return the parts of a reducing collective by copies: the copies of blocks to their ranks, the sum of the own
         block, and for an all-reduce the copies of the sums back.
-
-        As in `integrations/lane_collectives.py`, a rank copies its own block within its memory.
         """
         ranks = collective.group_size
         rate = self._copy_bytes_per_s(collective)
         block_bytes = collective.num_bytes / ranks
         latency_us = self._calibration.copy_latency_us.value * ranks
-        own_us = US_PER_S * 2 * block_bytes / self.hbm_bytes_per_s
-        moved_us = latency_us + own_us + US_PER_S * block_bytes * (ranks - 1) / rate
+        moved_us = latency_us + US_PER_S * block_bytes * (ranks - 1) / rate
         copies = self._copies(moved_us, collective)
         return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
 
     def _sum(self, collective: Collective) -> Kernel:
-        """Return the kernel that sums the ranks' blocks. Each CTA waits for its own loads, so its time hardly depends on
-        the number of CTAs.
+        """Return the kernel that sums the ranks' blocks. A CTA takes its turns one after the other; in each it reads a part
+        of every block and writes its sum.
 
-        If all CTAs that fit would load more than the memory delivers, the memory determines their time.
+        If all CTAs together would move more than the memory delivers, the memory determines their time.
         """
         block_bytes, num_blocks = collective.num_bytes / collective.group_size, collective.group_size + 1
-        num_ctas = max(1, math.ceil(block_bytes / SUM_BYTES_PER_CTA))
-        footprint = msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas)
-        num_resident = min(num_ctas, residency(self._gpu, footprint).ctas_per_sm * self._gpu.num_sms)
-        memory_us = US_PER_S * num_resident * num_blocks * SUM_BYTES_PER_CTA / self.hbm_bytes_per_s
+        num_turns = max(1, math.ceil(block_bytes / SUM_BYTES))
+        num_ctas = min(num_turns, SUM_CTAS_PER_SM * self._gpu.num_sms)
+        memory_us = US_PER_S * num_ctas * SUM_BYTES / self.hbm_bytes_per_s
+        turn_us = num_blocks * max(self._calibration.block_sum_us.value, memory_us)
         return Kernel(
             name=f"sum of {collective.name}",
             stream=collective.stream,
-            footprint=footprint,
+            footprint=msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas),
             character="other",
-            cta_us=max(self._calibration.sum_cta_us.value, memory_us),
+            cta_us=turn_us * num_turns / num_ctas,
             hbm_bytes=num_blocks * block_bytes,
         )
 
