@@ -13,7 +13,7 @@ from benchmarks.conditions import RESULTS
 from counterpoint.machine import load_machine
 from counterpoint.paper.cases import paper_description, with_stages
 from counterpoint.paper.grid import simulate_paper
-from counterpoint.paper.values import CHOICE, PLAIN, PaperResult
+from counterpoint.paper.values import CHOICE, COPY_ENGINES, PLAIN, PaperResult
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.workloads import load_workload
 
@@ -25,12 +25,16 @@ TIMED = {"is_timed_in_bursts": True}  # as captures say of their steps now
 
 
 def measured_rows(num_ranks: int) -> dict[str, dict[str, float]]:
-    """Measured times in microseconds of every workload's rows, by label, without the planner's choice."""
+    """Measured times in microseconds of every workload's rows, by label, without the planner's choice and without sums that
+    nothing simulates any more.
+    """
     found = {}
     for entry in _stored(num_ranks)["result"]:
         result = msgspec.convert(entry, PaperResult)
-        rows = {row.label: row.measured_us for row in result.rows if row.measured_us is not None and row.label != CHOICE}
-        found[result.workload] = rows
+        others = {CHOICE, COPY_ENGINES} if "_ar_" in result.workload and result.sum_by == "torch" else {CHOICE}
+        found[result.workload] = {
+            row.label: row.measured_us for row in result.rows if row.measured_us is not None and row.label not in others
+        }
     return found
 
 

@@ -243,8 +243,8 @@ def test_a_step_without_communication_is_left_as_it_is() -> None:
 
 def test_what_a_captured_step_does_not_take_is_refused_with_the_reason_though_the_simulator_chose_it() -> None:
     tuning = tuned(taking({only("priority"): 800.0}), nodes=NCCL_NODES)
-    assert "communication_ctas" in controls_of(tuning.simulated.plan)
-    assert "transport" in {family for trial in tuning.simulated.trials for family in trial.families}
+    assert "transport" in controls_of(tuning.simulated.plan)
+    assert "communication_ctas" in {family for trial in tuning.simulated.trials for family in trial.families}
     assert not any("communication CTAs" in label or "copies" in label for label in labels(tuning))
     assert refused(tuning, "transport") == ["no copies were prepared"]
     (reason,) = refused(tuning, "communication_ctas")

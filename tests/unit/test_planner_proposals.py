@@ -260,24 +260,24 @@ def test_a_step_with_nothing_to_overlap_has_nothing_to_gain(made_up: Step) -> No
 
 
 def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> None:
-    """On the GPUs of this trace copies with reductions were measured: 3.2 to 6.3 % less (docs/integrations.md)."""
+    """Measured on 4 H200s, 2026-11-26: gathers by copies 3.8 % less, with reductions 6.4 % less (docs/integrations.md)."""
     tuning = tuned("fsdp2")
     plan = tuning.plan
     assert plan.verdict == "GAIN"
-    assert [directive.controls for directive in plan.directives] == [(Transport(transport="copy_engine"),)]
+    assert {directive.controls for directive in plan.directives} == {(Transport(transport="copy_engine"),)}
     step = load_job(str(TRACES / "fsdp2.rank0.json.gz")).step
-    assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12]
+    assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12, 6]
     alone = {trial.label: trial.makespan_us for trial in tuning.trials}
-    for label in ("copy engines", "copy engines, reductions too"):
-        assert 0.032 - 0.01 <= 1 - alone[label] / alone["as it is"] <= 0.063 + 0.01
+    for label, found in (("copy engines", 0.038), ("copy engines, reductions too", 0.064)):
+        assert 1 - alone[label] / alone["as it is"] == pytest.approx(found, abs=0.016)
     assert any("register file" in reason for _, reason in refused(plan, "residency_cap"))
 
 
 def test_ddp_gains_by_copies_and_sums() -> None:
-    """Measured with buckets of 100 MB, as in this trace, and three in flight: 62.75 to 61.39 ms, 2.2 % less."""
+    """Measured with buckets of 100 MB, as in this trace, and three in flight: 62.24 to 60.03 ms, 3.5 % less."""
     plan = tuned("ddp").plan
     assert plan.verdict == "GAIN"
-    assert 0.022 - 0.011 <= 1 - plan.expectation.planned_us / plan.expectation.baseline_us <= 0.022 + 0.011
+    assert 1 - plan.expectation.planned_us / plan.expectation.baseline_us == pytest.approx(0.035, abs=0.011)
     step = load_job(str(TRACES / "ddp.rank0.json.gz")).step
     reduced = [operation.num_bytes for operation in step.operations if isinstance(operation, Collective)]
     moved = [step.operations[number].num_bytes for each in plan.directives for number in each.match.accepted(step)]
@@ -335,4 +335,6 @@ def test_where_a_turned_race_brings_on_the_next_all_of_them_get_a_head_start() -
     without = tuning.trials[0].makespan_us
     assert alone["head start 5 us"] > 0.99 * without
     assert alone["head start 5 us in all possible races"] < 0.98 * without
-    assert any(part.match.kind == "computation" for part in tuning.plan.directives)
+    by_kernels = [trial for trial in tuning.trials if "transport" not in trial.families]
+    best = min(by_kernels, key=lambda trial: trial.makespan_us)
+    assert any(part.match.kind == "computation" for part in best.directives)

@@ -12,23 +12,25 @@ from counterpoint.metrics import measure
 from counterpoint.paper.values import COPY_ENGINES
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
+from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.costs import CostModel
 from counterpoint.step import Collective, CollectiveKind
 from helpers.paper_runs import captured_steps, measured_rows, simulated_rows
 from helpers.toy_steps import H200, plan_of, step_of
 
 MIB = 1 << 20
-# By copies, and over all rows together. Matmuls of `large` tiles run into the card's power limit, which is not modelled; the
-# all-reduces of cb_ar_large by copies take 3.6 ms each, and 4.2 here. One CTA of mb_ar_opt2 on an SM is 13 % off.
+# By copies, and over all rows together. Matmuls of `large` tiles run into the card's power limit, which is not modelled. One
+# CTA of mb_ar_opt2 on an SM is 13 % off. All-reduces by copies were measured with torch's sum.
 LIMITS = {
-    "cb_ar_opt1": (0.05, 0.10),
-    "cb_ar_opt2": (0.05, 0.06),
-    "cb_ar_large": (0.16, 0.05),
-    "mb_ar_large": (0.11, 0.10),
+    "cb_ar_opt1": (None, 0.10),
+    "cb_ar_opt2": (None, 0.06),
+    "cb_ar_large": (None, 0.05),
+    "mb_ar_large": (None, 0.10),
     "cb_a2a_opt1": (0.07, 0.11),
     "cb_a2a_opt2": (0.05, 0.05),
     "cb_a2a_large": (0.10, 0.11),
-    "mb_ar_opt1": (0.03, 0.04),
-    "mb_ar_opt2": (0.03, 0.05),
+    "mb_ar_opt1": (None, 0.04),
+    "mb_ar_opt2": (None, 0.05),
 }
 
 
@@ -39,7 +41,7 @@ def simulated_us(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("kind", "found_us", "limit"),
-    [("all_gather", 126.0, 0.22), ("all_to_all", 127.0, 0.22), ("reduce_scatter", 189.0, 0.10), ("all_reduce", 333.0, 0.03)],
+    [("all_gather", 126.0, 0.22), ("all_to_all", 127.0, 0.22)],
 )
 def test_64_mib_alone_by_copies_take_their_measured_times(kind: CollectiveKind, found_us: float, limit: float) -> None:
     """The times are of whole replays; what a graph adds before its first copy, the simulator leaves out."""
@@ -48,7 +50,16 @@ def test_64_mib_alone_by_copies_take_their_measured_times(kind: CollectiveKind, 
     assert measure(timeline).makespan_us == pytest.approx(found_us, rel=limit)
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize(("num_blocks", "found_us"), [(2, 29.3), (4, 45.5), (8, 77.0)])
+def test_a_sum_of_blocks_of_32_mib_takes_its_measured_time(num_blocks: int, found_us: float) -> None:
+    """Measured by `calibrate` on an H200, 2026-11-26; the one of two blocks with a spread of 31 %."""
+    collective = Collective(
+        name="alone", stream=0, collective="reduce_scatter", num_bytes=num_blocks * 32 * MIB, group_size=num_blocks
+    )
+    assert CostModel(H200, load_calibration(H200)).summed_us(collective) == pytest.approx(found_us, rel=0.08)
+
+
+@pytest.mark.parametrize("name", [name for name, (limit, _) in LIMITS.items() if limit])
 def test_a_workload_by_copies_takes_its_measured_time(name: str) -> None:
     limit, _ = LIMITS[name]
     assert simulated_us(name)[COPY_ENGINES] == pytest.approx(measured_rows(2)[name][COPY_ENGINES], rel=limit)
@@ -66,6 +77,8 @@ def test_all_rows_together_are_as_near_as_documented(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LIMITS if name.startswith("cb") and "large" not in name])
 def test_the_choice_is_within_2_percent_of_the_best_measured_row(name: str) -> None:
     measured = measured_rows(2)[name]
-    plan = tune(captured_steps(2)[name], H200, Simulator(), applier="graph").plan
-    label = plan.summary.split(":", maxsplit=1)[0].removesuffix(" in all possible races")
-    assert measured[label] <= 1.02 * min(measured.values())
+    trials = tune(captured_steps(2)[name], H200, Simulator(), applier="graph").trials
+    ordered = sorted(trials, key=lambda each: each.makespan_us)
+    labels = [each.label.removesuffix(" in all possible races") for each in ordered]
+    chosen = next(label for label in labels if label in measured)  # copies and sums come first, and were not measured
+    assert measured[chosen] <= 1.02 * min(measured.values())

@@ -85,7 +85,7 @@ def measure_workload(
             num_choice_rounds=num_choice_rounds,
         )
         step = overlapped.read.step
-    return replace(result, iterations=description.iterations), step
+    return replace(result, iterations=description.iterations, sum_by="one kernel"), step
 
 
 def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from counterpoint.paper.cases import Axis
 from counterpoint.plan import Plan
+from counterpoint.sim.costs import SumBy
 from counterpoint.value import Value
 
 PLAIN, SEQUENTIAL, CHOICE, COPY_ENGINES = "plain overlap", "sequential", "planner's choice", "copy engines"
@@ -56,7 +57,10 @@ def with_time_ratios(rows: Iterable[PaperRow]) -> tuple[PaperRow, ...]:
 
 
 class PaperResult(Value, frozen=True, kw_only=True):
-    """One workload on one machine. `choice` is the planner's plan, `ideal_us` as in `planner/ideal.py`."""
+    """One workload on one machine. `choice` is the planner's plan, `ideal_us` as in `planner/ideal.py`.
+
+    `sum_by`: what added the blocks of reductions by copies when it was measured.
+    """
 
     workload: str
     machine: str
@@ -65,6 +69,7 @@ class PaperResult(Value, frozen=True, kw_only=True):
     rows: tuple[PaperRow, ...]
     choice: Plan
     iterations: int | None = None
+    sum_by: SumBy = "torch"
 
 
 class SweepPoint(Value, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ its bytes on the wire divided by the link's bandwidth.
 
 import math
 from functools import cache
+from typing import Literal
 
 import msgspec
 
@@ -29,6 +30,9 @@ SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=
 SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
 SUM_CTAS_PER_SM = 2
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
+SumBy = Literal[
+    "torch", "one kernel"
+]  # what adds the blocks: until 2026-11-26 torch's sum, which nothing simulates any more
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption

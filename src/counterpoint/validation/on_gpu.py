@@ -121,7 +121,7 @@ class CaseMeasuring:
         eager = [each for each in self._eager() if each.label in engaged] if self._case.is_traced else []
         rows = [*self._rows(runnables), *(self._rows(eager) if eager else ())]
         trace = self._trace() if self._case.is_traced else None
-        return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), trace=trace)
+        return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), trace=trace, sum_by="one kernel")
 
     def _rewritten(self) -> Iterator[Runnable]:
         """Yield plans that a rewritten graph puts in force; plans that not every rank can verify are left out."""

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from counterpoint.controls import Transport
 from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.plan import Plan
-from counterpoint.step import Step
+from counterpoint.sim.costs import SUMMED_COLLECTIVES, SumBy
+from counterpoint.step import Collective, Step
 from counterpoint.validation.cases import set_digest
 from counterpoint.value import Value, write_whole
 
@@ -40,12 +42,30 @@ class MeasuredRow(Value, frozen=True, kw_only=True):
 
 
 class MeasuredCase(Value, frozen=True, kw_only=True):
-    """One case: the captured step with lone times, its rows (plain overlap first), and its trace's file name, if any."""
+    """One case: the captured step with lone times, its rows (plain overlap first), and its trace's file name, if any.
+
+    `sum_by`: what added the blocks of reductions by copies when it was measured.
+    """
 
     name: str
     step: Step
     rows: tuple[MeasuredRow, ...]
     trace: str | None = None
+    sum_by: SumBy = "torch"
+
+    @property
+    def comparable_rows(self) -> tuple[MeasuredRow, ...]:
+        """The rows without those of a sum that nothing simulates any more."""
+        return tuple(row for row in self.rows if self.sum_by == "one kernel" or not self._is_summed(row.plan))
+
+    def _is_summed(self, plan: Plan) -> bool:
+        """Return whether copies and a sum do a reduction under this plan."""
+        return any(
+            isinstance(operation, Collective)
+            and operation.collective in SUMMED_COLLECTIVES
+            and any(isinstance(control, Transport) and control.transport == "copy_engine" for control in controls)
+            for operation, controls in zip(self.step.operations, plan.controls_of(self.step), strict=True)
+        )
 
 
 class MeasuredSet(Value, frozen=True, kw_only=True):
