@@ -12,7 +12,7 @@ from counterpoint.schedule import Problem
 MACHINES = {name: load_machine(name) for name in ("h200", "h100")}
 MACHINE = MACHINES["h200"]
 OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
-# Calls of 2 GPUs were replayed as CUDA graphs, as repeated calls are; those of 4 GPUs were issued one by one.
+# Calls were replayed as CUDA graphs, as repeated calls are.
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
 # On 2 GPUs; no part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
 UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "H100": "ops_grid_2x_h100.json"}
