@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from counterpoint.errors import EngagementError
+from counterpoint.kernel_names import readable
 from counterpoint.value import Value
 
 State = Literal["verified", "refused", "failed"]
@@ -44,6 +45,6 @@ def require_engaged(engagements: Iterable[Engagement]) -> None:
     for engagement in engagements:
         if engagement.state != "verified":
             raise EngagementError(
-                f"{engagement.control} on '{engagement.target[:60]}' is {engagement.state}: asked {engagement.asked}, found "
-                f"{engagement.found or 'nothing'}; {engagement.reason}."
+                f"{engagement.control} on '{readable(engagement.target)}' is {engagement.state}: asked {engagement.asked}, "
+                f"found {engagement.found or 'nothing'}; {engagement.reason}."
             )

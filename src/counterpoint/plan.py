@@ -17,6 +17,7 @@ import msgspec
 from counterpoint.controls import Control
 from counterpoint.display import html_list, shortened
 from counterpoint.errors import PlanError, require_kind, shown
+from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
@@ -82,6 +83,10 @@ class Match(Value, frozen=True, kw_only=True):
     def accepts_name(self, name: str) -> bool:
         """Return whether the pattern matches, or equals the name, which may itself contain pattern characters."""
         return self.name in ("*", name) or (not WILDCARDS.isdisjoint(self.name) and fnmatchcase(name, self.name))
+
+    def shortened(self) -> "Match":
+        """Return the match with a kernel's short name, for people; it matches nothing."""
+        return msgspec.structs.replace(self, name=readable(self.name))
 
     def describe(self, most_shown: int | None = None) -> str:
         """Describe the match, as in "all_gather of 416 MiB in process group default_pg, numbers 0-11".
@@ -214,7 +219,8 @@ class Plan(Value, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         """Return what notebooks show of the plan: the verdict, and each directive with its reason."""
         lines = (
-            f"{', '.join(control.describe() for control in each.controls)} on {each.match.describe(4)}: {each.reason}"
+            f"{', '.join(control.describe() for control in each.controls)} on "
+            f"{each.match.shortened().describe(NUM_SHOWN)}: {each.reason}"
             for each in self.directives
         )
         return html_list(f"{self.verdict}: {self.summary or 'this plan changes nothing'}", lines)

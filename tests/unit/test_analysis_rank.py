@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
-from counterpoint.analysis.collectives import short_name
 from counterpoint.analysis.lanes import draw_lanes
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.roles import find_roles
 from counterpoint.analysis.timed import time_trace
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.analysis.windows import steady_steps
+from counterpoint.kernel_names import short_name
 from counterpoint.traces.formats import read_activity
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"

@@ -145,7 +145,9 @@ def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith("fsdp2.rank0: 276 kernels, 18 collectives of 6.751 GiB")
     assert any(line.startswith("GAIN  copy engines: ") for line in lines)
-    assert "left out" in lines
+    order = ["candidate (simulated)", "to apply", "left out", "before "]
+    places = [next(place for place, line in enumerate(lines) if line.startswith(start)) for start in ("GAIN  ", *order)]
+    assert places == sorted(places)
     assert "Simulated, not measured: no GPU was used." in lines
     assert [line.split()[0] for line in lines if line.startswith(("before ", "after "))] == ["before", "after"]
 

@@ -13,6 +13,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Lowest first. A part may import only from lines above its own, and from itself.
 ORDER = [
     {"display", "errors", "mismatch", "spans", "units"},
+    {"kernel_names"},
     {"files"},
     {"ranks", "value"},
     {"measurement"},

@@ -15,10 +15,13 @@ from counterpoint.plan import Directive, Expectation, Match, Plan, Refusal
 from counterpoint.planner import Trial
 from counterpoint.report import text
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, Lane, draw_lanes
+from counterpoint.report.refusals import merge_alike, print_left_out
 from counterpoint.step import Collective, Copy, Footprint, Kernel, OperationKind, Step
+from counterpoint.supervised.settings import CANDIDATE, UNTRIED
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.units import format_change, format_percent
 
+FILL = "_ZN2at6native29vectorized_elementwise_kernelILi8ENS0_11FillFunctorIN3c108BFloat16EEESt5arrayIPcLm1EEEEviT0_T1_"
 LONG_NAME = "void at::native::elementwise_kernel<128, 4, " + "at::native::gpu_kernel_impl<" * 20
 Span = tuple[OperationKind, float, float]
 
@@ -44,6 +47,7 @@ def printed(file: io.TextIOWrapper) -> str:
 def printed_plan(plan: Plan, width: int = 200) -> str:
     out, file = console(width)
     text.print_plan(out, plan)
+    print_left_out(out, plan)
     return printed(file)
 
 
@@ -199,19 +203,83 @@ def test_long_kernel_names_are_shortened_in_directives_and_refusals() -> None:
     directive = Directive(match=Match(name=LONG_NAME), controls=(HeadStart(hold_us=5),), reason="why")
     refusal = Refusal(control="residency_cap", target=LONG_NAME, reason="why not")
     shown = printed_plan(Plan(verdict="GAIN", directives=(directive,), refusals=(refusal,)), width=400)
-    assert LONG_NAME not in shown
-    assert shown.count(LONG_NAME[:50]) == 2
-    assert shown.count("...: why") == 2
+    assert "at::native" not in shown
+    assert "head start 5 us on elementwise_kernel (gpu_kernel_impl): why" in shown
+    assert "residency_cap on elementwise_kernel (gpu_kernel_impl): why not" in shown
+
+
+def test_mangled_names_are_readable_and_other_long_names_are_cut() -> None:
+    refusals = tuple(Refusal(control="priority", target=name, reason=name) for name in (FILL, "x" * 90))
+    shown = printed_plan(Plan(refusals=refusals), width=400)
+    assert f"on vectorized_elementwise_kernel (FillFunctor): {FILL}" in shown
+    assert f"on {'x' * 57}...: x" in shown
 
 
 @pytest.mark.parametrize(
-    ("num_targets", "says"), [(1, "on k0: why"), (2, "on k0 and 1 other: why"), (5, "k0 and 4 others: why")]
+    ("num_targets", "on_kernels", "on_others"),
+    [
+        (1, "on k0: why", "on k0: why"),
+        (2, "on 2 kernels (k0, k1): why", "on k0 and 1 other: why"),
+        (5, "on 5 kernels (k0, k1, ...): why", "on k0 and 4 others: why"),
+    ],
 )
-def test_refusals_for_one_reason_are_one_line(num_targets: int, says: str) -> None:
-    refusals = tuple(Refusal(control="residency_cap", target=f"k{n}", reason="why") for n in range(num_targets))
-    shown = printed_plan(Plan(refusals=refusals))
-    assert says in shown
-    assert shown.count("residency_cap") == 1
+def test_refusals_for_one_reason_are_one_line(num_targets: int, on_kernels: str, on_others: str) -> None:
+    for control, says in (("residency_cap", on_kernels), ("transport", on_others)):
+        refusals = tuple(Refusal(control=control, target=f"k{n}", reason="why") for n in range(num_targets))
+        shown = printed_plan(Plan(refusals=refusals))
+        assert says in shown
+        assert shown.count(control) == 1
+
+
+def test_reasons_that_differ_in_figures_are_one_line_with_what_they_have_in_common() -> None:
+    def refusal(target: str, reason: str) -> Refusal:
+        return Refusal(control="residency_cap", target=target, reason=reason)
+
+    none = "No cap: one CTA (544 x 96) does not fit beside that of the kernel ({} x 40). {} Use copies."
+    shown = printed_plan(
+        Plan(
+            refusals=(
+                refusal("k0 and 9 more", none.format(128, "It holds 1,280 of 65,536 registers.")),
+                refusal("k1", "Fits beside 1 of 16 CTAs, -0.5 % of sm_90."),
+                refusal("k2", none.format(1024, "It fills the register file.")),
+                refusal("k3", "Fits beside 1 of 1,024 CTAs, 12 % of sm_90."),
+                refusal("k4", "Fits beside 1 of 16 CTAs, 1 % of sm_89."),
+            )
+        )
+    )
+    assert "on 11 kernels (k0, k2, ...): No cap: one CTA (544 x 96) does not fit beside that of the kernel. Use" in shown
+    assert "on 2 kernels (k1, k3): Fits beside 1 of 16 to 1,024 CTAs, -0.5 to 12 % of sm_90." in shown
+    assert "on k4: Fits beside 1 of 16 CTAs, 1 % of sm_89." in shown
+    assert shown.count("residency_cap") == 3
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(["a", " ", "-", ".", ",", "(", ")", "1", "23", ". B", "X and 2 more"]), max_size=12))
+)
+def test_any_refusals_can_be_merged_and_none_is_lost(written: list[list[str]]) -> None:
+    reasons = ["".join(each) for each in written]
+    refusals = [Refusal(control="residency_cap", target=f"k{place}", reason=why) for place, why in enumerate(reasons)]
+    merged = list(merge_alike(refusals))
+    counted = [re.match(r"(\d+) kernels", each.target) for each in merged]
+    assert sum(int(found[1]) if found else 1 for found in counted) == len(refusals)
+    for why in set(reasons):
+        alone = Refusal(control="residency_cap", target="k", reason=why)
+        assert list(merge_alike([alone])) == [alone]
+
+
+def test_kernels_of_one_template_are_named_once() -> None:
+    targets = ("void at::a<1>(int)", "void at::a<2>(int)", "_ZN2at1aILi3EEEvi", "b")
+    refusals = tuple(Refusal(control="residency_cap", target=target, reason="why") for target in targets)
+    assert "on 4 kernels (a, b): why" in printed_plan(Plan(refusals=refusals))
+
+
+def test_candidates_that_were_not_tried_are_told_with_the_budget() -> None:
+    reason = f"{UNTRIED}: raise --budget (now 120; 190 is enough for all)"
+    untried = Refusal(control=CANDIDATE, target="priority, caps and 3 more", reason=reason)
+    says = " - Not tried for want of steps: priority, caps and 3 more. Raise --budget (now 120; 190 is enough for all)."
+    assert says in printed_plan(Plan(refusals=(untried,)))
+    of_an_earlier_version = Refusal(control=CANDIDATE, target="caps and 4 more", reason="the budget is too small")
+    assert "candidate on caps and 4 more: the budget" in printed_plan(Plan(refusals=(of_an_earlier_version,)))
 
 
 def test_brackets_in_names_and_reasons_are_printed_as_they_are() -> None:

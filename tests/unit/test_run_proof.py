@@ -267,7 +267,7 @@ def test_long_reasons_stand_below_the_table_in_whole_words_and_once_for_all_kern
     ]
     applied = tuple(ControlProof(engagement=entry, num_matched=0, num_applied=0) for entry in entries)
     text = printed(ProcessProof(pid=1, rank=0, num_launches=10, applied=applied), width=80)
-    assert " ".join(text.split()).count(f"residency_cap on kernel0 and 2 others failed: {reason}") == 1
+    assert " ".join(text.split()).count(f"residency_cap on 3 kernels (kernel0, kernel1, ...) failed: {reason}") == 1
     assert max(map(len, text.splitlines())) <= 80
 
 

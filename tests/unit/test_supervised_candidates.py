@@ -1,5 +1,7 @@
 """What is tried on a running job, and what rank 0 decides: from kernels seen to directives with their reasons."""
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from counterpoint.supervised.decisions import Reference, Room, decide, propose, 
 from counterpoint.supervised.messages import Census, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import LiveSettings, setting_of
+from counterpoint.supervised.turns import TURN_STEPS
 from helpers.live_job_double import GPU, NCCL, nccl, seen
 
 LONG, SMALL = seen("_Z4longPf"), seen("_Z5smallPf", num_ctas=131)
@@ -179,8 +182,18 @@ def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
     trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, Room(num_turns=least_turns(1)))
     assert [candidate.label for candidate in trials.candidates] == ["priority"]
     left_out = [refusal for refusal in trials.refusals if refusal.control == "candidate"]
-    assert left_out
-    assert all("budget" in refusal.reason for refusal in left_out)
+    assert [refusal.target for refusal in left_out] == [
+        "priority + head start 5 us, priority + head start 5 us in all possible races and 2 more"
+    ]
+    found = re.fullmatch(
+        r"not tried for want of steps: raise --budget \(now 100; (\d+) is enough for all\)", left_out[0].reason
+    )
+    assert found is not None
+    more = (int(found[1]) - 100) // TURN_STEPS
+    for is_enough, num_turns in ((True, more), (False, more - 1)):
+        room = Room(num_turns=least_turns(1) + num_turns)
+        trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, room)
+        assert any(refusal.control == "candidate" for refusal in trials.refusals) != is_enough
 
 
 def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:

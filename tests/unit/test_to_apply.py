@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 import counterpoint as package
 from counterpoint.cli.main import app
-from counterpoint.cli.run import _print_to_apply
+from counterpoint.cli.run import _print_to_apply, _report
 from counterpoint.controls import (
     CommunicationCtas,
     Control,
@@ -19,10 +20,13 @@ from counterpoint.controls import (
     ScheduleChoice,
     Transport,
 )
+from counterpoint.engagement import Engagement
+from counterpoint.measurement.values import Measurement
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, load_plan
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.supervised.process import Ended
+from counterpoint.supervised.proof import ControlProof, ProcessProof
 from counterpoint.supervised.run import RunOutcome, RunRequest
 from counterpoint.supervised.settings import CANDIDATE, LiveRecord
 from helpers.command import counterpoint
@@ -211,6 +215,25 @@ def test_a_tuned_run_says_how_the_job_is_started_with_what_it_found(
     assert ("     counterpoint run --plan plan.toml -- torchrun 'train it.py'\n" in said) == is_told
     _print_to_apply(outcome, request, Path("kept.toml"))
     assert ("     counterpoint run --plan kept.toml -- torchrun 'train it.py'\n" in capsys.readouterr().err) == is_told
+
+
+def test_a_tuned_run_ends_with_the_verdict_the_proof_and_the_command_before_what_was_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    entry = Engagement(control="priority", target="nccl", state="verified", asked="priority -5", found="priority -5")
+    process = ProcessProof(
+        pid=1, rank=0, num_launches=1, applied=(ControlProof(engagement=entry, num_matched=1, num_applied=1),)
+    )
+    times = Measurement(label="as it is", median_us=1, least_us=1, ratio=1, spread=0, num_rounds=1)
+    refusal = Refusal(control="residency_cap", target="_Z4longPf", reason="no room")
+    found = replace(plan(Priority(priority=-5)), refusals=(refusal,))
+    record = LiveRecord(stage="decided", plan=found, measurements=(times, times))
+    outcome = RunOutcome(ended=Ended(exit_status=0), is_filtered=True, is_tuned=True, record=record, processes=(process,))
+    assert not _report(outcome, RunRequest(command=("true",), is_tuning=True), has_plan=False, output=None)
+    said = capsys.readouterr().err
+    parts = ["GAIN  ", "candidate (measured)", "verified", "to apply", "left out", "residency_cap on long: no room"]
+    assert [said.count(part) for part in parts] == [1] * len(parts)
+    assert sorted(parts, key=said.index) == parts
 
 
 def test_a_tuned_run_that_found_nothing_says_what_tells_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,10 @@ The period described begins at the end of the rank's previous collective of the 
 from bisect import bisect_left, bisect_right
 from collections import Counter
 
-from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Role
+from counterpoint.kernel_names import short_name
 from counterpoint.traces.issue import LATE_LATENCY_US
 from counterpoint.units import format_us
 

@@ -23,13 +23,14 @@ from math import prod
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.delays import Delay, Delays
 from counterpoint.analysis.exposure import ExposedPiece
 from counterpoint.analysis.members import is_between_gpus
 from counterpoint.analysis.roles import is_staging
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Cause, ExposedInterval, Role
+from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
 from counterpoint.units import format_us
 from counterpoint.value import Value

@@ -1,15 +1,13 @@
 """The collectives of one rank as values: kind, size, group, transport, step."""
 
-import re
 from bisect import bisect_right
-from functools import lru_cache
 
 from msgspec.structs import replace
 
 from counterpoint.analysis.members import Members, bytes_of_copies, find_members, kind_of_copies
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, TracedCollective
-from counterpoint.display import cut
+from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation, listed_numbers, ranks_of_group
@@ -17,9 +15,6 @@ from counterpoint.traces.classify import Group, classify_kernel, collective_kind
 from counterpoint.value import Value
 
 COPIES = "copy_engine"
-LONGEST_NAME = 60
-GENERIC_KERNEL = re.compile("elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel")
-DETAIL = re.compile(r"\w*(?:Functor|functor|Ops\b|kernel_cuda|kernel_impl|KernelImpl|copy_kernel|Gelu|silu)\w*")
 
 
 class RankCollectives(Value, frozen=True, kw_only=True):
@@ -49,28 +44,6 @@ def step_of(windows: tuple[Span, ...], time: int) -> int:
     """Return the step whose window holds a time, or -1."""
     place = bisect_right(windows, time, key=lambda window: window[0]) - 1
     return place if place >= 0 and time < windows[place][1] else -1
-
-
-@lru_cache(maxsize=4096)
-def short_name(name: str) -> str:
-    """Return a kernel's name without namespaces and (template) arguments; for a generic kernel, also what it applies."""
-    if name.startswith("_Z"):
-        return cut(_of_mangled(name), LONGEST_NAME)
-    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
-    base = re.split(r"[<(]", plain, maxsplit=1)[0].rsplit("::", 1)[-1].strip() or plain
-    if GENERIC_KERNEL.search(base):
-        found = DETAIL.search(plain, len(plain.split(base, 1)[0]) + len(base))
-        base = f"{base} ({found.group(0)})" if found else base
-    return cut(base, LONGEST_NAME)
-
-
-def _of_mangled(name: str) -> str:
-    """Return the last two parts of a mangled name ("_ZN7cutlass13device_kernelIN..."), which is lengths and identifiers."""
-    place, parts = 3 if name.startswith("_ZN") else 2, []
-    while found := re.compile(r"\d+").match(name, place):
-        place = found.end() + int(found.group())
-        parts.append(name[found.end() : place])
-    return "::".join(part for part in parts[-2:] if part and not part.startswith("_GLOBAL__N")) or name
 
 
 def imbalance(operation: GpuOperation) -> float:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from functools import cache
 from math import prod
 
-from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Cause, Role
 from counterpoint.errors import CounterpointError
+from counterpoint.kernel_names import short_name
 from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import residency, room_for
 from counterpoint.step import Footprint

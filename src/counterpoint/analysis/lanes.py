@@ -4,9 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
-from counterpoint.analysis.collectives import short_name
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import LaneInterval, Role
+from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
 
 MOST_INTERVALS = 12_000

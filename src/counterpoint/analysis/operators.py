@@ -3,9 +3,9 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from counterpoint.analysis.collectives import short_name
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import OperatorRow, Role
+from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
 
 OperatorKey = tuple[str, str, str, tuple[int, int, int] | None]  # operator, kernel, shapes, matrix sizes

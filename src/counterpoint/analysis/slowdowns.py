@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-from counterpoint.analysis.collectives import RankCollectives, short_name
+from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.operators import started_within
 from counterpoint.analysis.timed import TimedTrace
 from counterpoint.analysis.values import Role, Slowdown
+from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span, union
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.lone_times import MOST_SLOWDOWN, UNTOUCHED_OVERLAP, signature

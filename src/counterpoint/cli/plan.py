@@ -24,6 +24,7 @@ def show(file: Path, is_json: bool) -> None:
     """
     from counterpoint.plan import load_plan  # noqa: PLC0415  a fast --help
     from counterpoint.report.plan import print_plan_file, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
@@ -35,6 +36,7 @@ def show(file: Path, is_json: bool) -> None:
     console = new_console()
     print_plan_file(console, found)
     print_to_apply(console, ways)
+    print_left_out(console, found)
 
 
 @plan.command(examples=("counterpoint plan diff before.toml after.toml",))

@@ -10,6 +10,7 @@ import click
 
 from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, output_option
 from counterpoint.errors import CounterpointError, cause_of, say
+from counterpoint.kernel_names import readable
 from counterpoint.value import check_outputs
 
 if TYPE_CHECKING:
@@ -129,17 +130,19 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
 
     A failure here does not change the exit status, which is the command's.
     """
-    from counterpoint.report.run import new_error_console, print_line, print_measured, print_outcome  # noqa: PLC0415
+    from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
+    from counterpoint.report.run import new_error_console, print_line, print_outcome  # noqa: PLC0415
 
     saved, unsaved = _save(outcome, output) if output is not None else ("", "")
     try:
         console = new_error_console()
         print_outcome(console, outcome)
-        print_measured(console, outcome)
         if saved:
             print_line(console, saved)
         if outcome.is_tuned:
             _print_to_apply(outcome, request, output)
+        if outcome.plan_found is not None and outcome.has_acted:
+            print_left_out(console, outcome.plan_found)
         if has_plan and not outcome.is_filtered:
             print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
     except (OSError, SystemExit):  # rich raises SystemExit when the reader has exited
@@ -155,15 +158,15 @@ def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path |
     from counterpoint.report.run import new_error_console, print_line  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
-    record = outcome.record
-    if record is None or record.plan is None or record.stage == "reverted":
+    record, plan = outcome.record, outcome.plan_found
+    if record is None or plan is None:
         return
     console = new_error_console()
-    if record.plan.verdict == "NO_GAIN" and not record.is_untried:
+    if plan.verdict == "NO_GAIN" and not record.is_untried:
         print_line(console, NO_CONTROL_PAYS)
     finding = ("counterpoint", "run", "--tune", "--budget", str(request.budget_steps), "--", *request.command)
     origin = PlanOrigin(file=None if output is None else str(output), finding=finding, job=request.command)
-    print_to_apply(console, ways_to_apply(record.plan, origin))
+    print_to_apply(console, ways_to_apply(plan, origin))
 
 
 def _why_unproven(outcome: "RunOutcome") -> str:
@@ -177,7 +180,7 @@ def _why_unproven(outcome: "RunOutcome") -> str:
     entry = outcome.first_unproven()
     if entry is None:
         return f"strict: {outcome.why_stopped}." if outcome.why_stopped else ""
-    return f"strict: {entry.control} on '{entry.target[:60]}' is {entry.state}: {entry.reason or 'no reason given'}."
+    return f"strict: {entry.control} on '{readable(entry.target)}' is {entry.state}: {entry.reason or 'no reason given'}."
 
 
 def _save(outcome: "RunOutcome", output: Path) -> tuple[str, str]:

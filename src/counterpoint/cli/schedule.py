@@ -323,6 +323,7 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
         return
     from counterpoint.report import gpu, text  # noqa: PLC0415
     from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
+    from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     console = text.new_console()
@@ -330,6 +331,7 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
         gpu.print_tuned_operator(console, tuned)
     text.print_plan(console, tuning.plan)
     print_to_apply(console, ways_to_apply(tuning.plan, PlanOrigin(file=None if output is None else str(output))))
+    print_left_out(console, tuning.plan)
     if output is not None:
         print(f"Plan saved to {output}, for counterpoint.ops.use_plan.")
 

@@ -232,6 +232,7 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     """Print a command's result: JSON for programs; for people the step, any trials and plan, and the lanes."""
     from counterpoint.report import text  # noqa: PLC0415
     from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
 
     if is_json:
         print(write_json(found))
@@ -240,11 +241,12 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     text.print_step(console, job.step, job.machine, found.notes)
     text.print_metrics(console, found.step)
     if found.trials and found.plan is not None:
-        text.print_trials(console, found.trials, None if found.bounds.is_compared else found.bounds)
         text.print_plan(console, found.plan, found.bounds)
+        text.print_trials(console, found.trials, None if found.bounds.is_compared else found.bounds)
         print_to_apply(console, found.to_apply)
         if found.job_changes is not None:
             print_job_changes(console, found.job_changes)
+        print_left_out(console, found.plan)
     text.print_lanes(console, timelines)
 
 
@@ -279,6 +281,7 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
     from counterpoint.report import gpu, text  # noqa: PLC0415
     from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
+    from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
@@ -302,12 +305,13 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
 
     console = text.new_console()
     text.print_step(console, captured.read.step, machine)
-    gpu.print_measurements(console, tuning.comparison.measurements)
     text.print_plan(console, tuning.plan)
+    gpu.print_measurements(console, tuning.comparison.measurements)
     gpu.print_engagements(console, tuning.engagements)
     print_to_apply(console, to_apply)
     if job_changes is not None:
         print_job_changes(console, job_changes)
+    print_left_out(console, tuning.plan)
     if output is not None:
         print(f"Plan saved to {output}.")
 

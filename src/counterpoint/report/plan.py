@@ -10,7 +10,7 @@ from counterpoint.errors import printable
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.plan import Expectation, Match, Plan
 from counterpoint.planner.job_changes import JobChange, JobChanges
-from counterpoint.report.text import bullets, describe_directives, describe_refusals
+from counterpoint.report.text import bullets, describe_directives
 from counterpoint.report.to_apply import Application
 from counterpoint.units import format_change, format_percent, format_us
 from counterpoint.value import Value
@@ -60,7 +60,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDiff:
 
 
 def print_plan_file(console: Console, plan: Plan) -> None:
-    """Print a plan in words: verdict, origin, each directive with its reason, and what was left out."""
+    """Print a plan in words: verdict, origin, and each directive with its reason."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
     for what, said in list(_facts(plan))[1:]:
@@ -70,9 +70,6 @@ def print_plan_file(console: Console, plan: Plan) -> None:
     console.print(bullets(describe_directives(plan.directives, most_shown=None)))
     if any(directive.match.ordinals is not None for directive in plan.directives):
         console.print(Text("Numbers count from 0 in the order of the step.", style="dim"))
-    if plan.refusals:
-        console.print(Text("left out", style="bold"))
-        console.print(bullets(describe_refusals(plan.refusals)))
     console.print()
 
 

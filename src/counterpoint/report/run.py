@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.engagement import Engagement, State
+from counterpoint.plan import Refusal
 from counterpoint.report.gpu import STATE_STYLES, print_measurements
+from counterpoint.report.refusals import merge_alike
 from counterpoint.report.text import MIN_WIDTH, new_table, print_plan, shorten
 from counterpoint.supervised.proof import ControlProof, ProcessProof
 from counterpoint.supervised.run import RunOutcome
@@ -35,7 +37,14 @@ def new_error_console() -> Console:
 
 
 def print_outcome(console: Console, outcome: RunOutcome) -> None:
-    """Print the proof by rank; equal lines of several ranks are merged."""
+    """Print what there is to remark, what live tuning found, and the proof of what took effect."""
+    print_remarks(console, outcome)
+    print_measured(console, outcome)
+    print_proofs(console, outcome)
+
+
+def print_remarks(console: Console, outcome: RunOutcome) -> None:
+    """Print what was left behind, what is damaged, and problems of processes."""
     if outcome.ended.num_leftover:
         ended = format_count(outcome.ended.num_leftover, "process", "processes")
         print_line(console, f"a signal ended the command; {ended} that it left behind were ended as well")
@@ -45,12 +54,11 @@ def print_outcome(console: Console, outcome: RunOutcome) -> None:
         print_line(console, remark)
     if outcome.damaged:
         print_line(console, describe_damage(outcome.damaged))
-    elif not outcome.processes and not (outcome.record is not None and outcome.record.has_tried):
+    elif not outcome.has_acted:
         print_line(console, NOTHING_LOADED)
     for process in outcome.processes:
         if process.problem:
             print_line(console, f"{_who(process)}: {process.problem}")
-    _print_proofs(console, outcome)
 
 
 def describe_damage(damaged: Sequence[str]) -> str:
@@ -60,9 +68,12 @@ def describe_damage(damaged: Sequence[str]) -> str:
     return f"the proof is incomplete, because files of this run are damaged ({first}{more})"
 
 
-def _print_proofs(console: Console, outcome: RunOutcome) -> None:
-    """Print one table: control, kernels, ranks, launches changed, asked, found, state; below it the reasons in full."""
-    rows = _group(outcome)
+def print_proofs(console: Console, outcome: RunOutcome) -> None:
+    """Print one table: control, kernels, ranks, launches changed, asked, found, state; below it the reasons.
+
+    Equal lines of several ranks are merged.
+    """
+    rows = _group(outcome) if outcome.is_filtered else []
     if not rows:
         return
     table = new_table("control", "on", "ranks", "launches", "asked", "found", "state")
@@ -76,17 +87,21 @@ def _print_proofs(console: Console, outcome: RunOutcome) -> None:
         table.add_row(entry.control, shorten(entry.target), ranks, launches, asked, found, state)
     console.print(table)
     _print_reasons(console, [entry for entry, _, _ in rows])
+    console.print()
 
 
 def _print_reasons(console: Console, entries: Iterable[Engagement]) -> None:
-    """Print why controls did not take effect, once per reason; a column of an 80-column table would be too narrow."""
-    targets: dict[tuple[str, State, str], list[str]] = {}
+    """Print why controls did not take effect, once per kind of reason; a column of an 80-column table would be too
+    narrow.
+    """
+    told: dict[State, list[Refusal]] = {}
     for entry in entries:
         if entry.reason:
-            targets.setdefault((entry.control, entry.state, entry.reason), []).append(shorten(entry.target))
-    for (control, state, reason), names in targets.items():
-        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        console.print(Text(f" - {control} on {names[0]}{others} {state}: {reason}", style=STATE_STYLES[state]))
+            refusal = Refusal(control=entry.control, target=entry.target, reason=entry.reason)
+            told.setdefault(entry.state, []).append(refusal)
+    for state, refusals in told.items():
+        for each in merge_alike(refusals):
+            console.print(Text(f" - {each.control} on {each.target} {state}: {each.reason}", style=STATE_STYLES[state]))
 
 
 def print_line(console: Console, line: str) -> None:
@@ -135,19 +150,19 @@ def _who(process: ProcessProof) -> str:
 def print_measured(console: Console, outcome: RunOutcome) -> None:
     """Print what live tuning measured and decided, or how far it got before the job ended, if rank 0 ran here.
 
-    One line told the decision while the job ran. This prints the whole plan, because that line has scrolled away by now.
+    One line told the decision while the job ran. This prints it again, because that line has scrolled away by now.
     """
     record = outcome.record
-    if not outcome.processes:
+    if not outcome.has_acted:
         return  # already printed
     if record is None:
         if outcome.is_tuned and outcome.has_rank_0 and not outcome.damaged:
             print_line(console, NO_STEP)
         return
+    if outcome.plan_found is not None:
+        print_plan(console, outcome.plan_found)
     if record.measurements:
         print_measurements(console, record.measurements)
-    if outcome.is_tuned and record.plan is not None and record.stage != "reverted":
-        print_plan(console, record.plan)
     if record.stage in UNDECIDED:
         print_line(console, _unfinished(record))
     elif record.stage != "decided":

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TextIO, cast
 
-from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,8 +16,9 @@ from counterpoint.controls import Control
 from counterpoint.cuda.probing import Probed
 from counterpoint.errors import MachineError, printable, shown, shown_path
 from counterpoint.footprints import collectives_of
+from counterpoint.kernel_names import readable
 from counterpoint.machine import Gpu, Machine
-from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.narrow import WholeWordTable
@@ -30,7 +30,6 @@ from counterpoint.validation.bounds import ErrorBounds
 from counterpoint.workloads.description import Description
 
 SHOWN_TRIALS = 12
-NAME_WIDTH = 60
 MIN_WIDTH = 40
 WHOLE_WIDTH = 76  # from this width on, names in tables of machines are not folded
 LABEL_WIDTH = 15
@@ -158,13 +157,11 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
 
 
 def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) -> None:
-    """Print the verdict, each control with its reason, and what was refused; `bounds` are those of a simulated plan."""
+    """Print the verdict, and each control with its reason; `bounds` are those of a simulated plan."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
     console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
-    console.print(bullets(describe_directives(plan.directives)))
-    if plan.refusals:
-        console.print(Text("left out", style="bold"))
-    console.print(bullets(describe_refusals(plan.refusals)))
+    if plan.directives:
+        console.print(bullets(describe_directives(plan.directives)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":
         console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
         if plan.verdict == "GAIN" and bounds is not None and not bounds.is_compared:
@@ -181,36 +178,22 @@ def bullets(lines: Iterable[Text]) -> Table:
     return grid
 
 
-def describe_refusals(refusals: Iterable[Refusal]) -> Iterator[Text]:
-    """Yield one line for each control and reason, however many targets share them."""
-    targets: dict[tuple[str, str], list[str]] = {}
-    for refusal in refusals:
-        targets.setdefault((refusal.control, refusal.reason), []).append(refusal.target)
-    for (control, reason), names in targets.items():
-        others = f" and {format_count(len(names) - 1, 'other')}" if len(names) > 1 else ""
-        yield Text.assemble((control, "bold"), f" on {shorten(names[0])}{others}: {reason}", style="dim")
-
-
 def describe_directives(directives: Iterable[Directive], most_shown: int | None = NUM_SHOWN) -> Iterator[Text]:
     """Yield one line for each set of controls with its reason, naming at most `most_shown` of the matches that share it."""
     matches: dict[tuple[tuple[Control, ...], str], list[Match]] = {}
     for directive in directives:
         matches.setdefault((directive.controls, directive.reason), []).append(directive.match)
     for (controls, reason), found in matches.items():
-        told = [_shortened(match).describe(most_shown) for match in found[:most_shown]]
+        told = list(dict.fromkeys(match.shortened().describe(most_shown) for match in found[:most_shown]))
         others = len(found) - len(told)
         target = printable("; ".join(told)) + (f" and {format_count(others, 'other')}" if others else "")
         words = ", ".join(control.describe() for control in controls) or "no control"
         yield Text.assemble((words, "bold"), " on ", (target, "cyan"), f": {printable(reason)}")
 
 
-def _shortened(match: Match) -> Match:
-    return replace(match, name=shorten(match.name))
-
-
 def shorten(name: str) -> str:
-    """Return a kernel's name, cut if it is too long for a line."""
-    return printable(name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "...")
+    """Return a target for a line: a kernel by its short name, other words as they are; cut if too long."""
+    return printable(readable(name))
 
 
 def print_lanes(console: Console, timelines: Sequence[tuple[str, Timeline]]) -> None:

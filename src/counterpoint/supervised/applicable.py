@@ -9,6 +9,7 @@ stream, and the guard could not undo it.
 from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, Paths
+from counterpoint.kernel_names import readable
 from counterpoint.launch_filter.control_block import Translation
 from counterpoint.plan import Match, Plan
 
@@ -39,7 +40,7 @@ def _not_applied(plan: Plan, translation: Translation) -> list[str]:
     """Yield each control that is not applied, its targets, and why or what to do instead."""
     controls = [control for directive in plan.directives for control in directive.controls]
     found = [f"{control.tag}: {control.refused_by['job']}" for control in controls if "job" in control.refused_by]
-    found += [f"{refusal.control} on '{refusal.target[:60]}': {refusal.reason}" for refusal in translation.refusals]
+    found += [f"{refusal.control} on '{readable(refusal.target)}': {refusal.reason}" for refusal in translation.refusals]
     return list(dict.fromkeys(found))
 
 

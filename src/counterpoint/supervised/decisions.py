@@ -16,7 +16,7 @@ from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
-from counterpoint.supervised.settings import CANDIDATE, UNCHANGED, LiveSettings, Setting, setting_of
+from counterpoint.supervised.settings import CANDIDATE, UNCHANGED, UNTRIED, LiveSettings, Setting, setting_of
 from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
@@ -24,6 +24,7 @@ from counterpoint.value import Value
 AS_IT_IS = "as it is"
 GIVEN = "the plan given"
 MOST_ALIKE = 3  # refusals for one reason that a plan lists one by one
+NUM_NAMED = 2  # of more candidates than that, for want of steps
 MOST_REASONS = 3  # that a summary names; the plan has all
 Grid = tuple[int, int, int]
 
@@ -80,13 +81,28 @@ def propose(
     if settings.given != UNCHANGED:
         candidates.insert(0, LiveCandidate(label=GIVEN, directives=settings.plan.directives, setting=settings.given))
     number = _num_tried(candidates, room)
-    reason = "the step budget is too small to try it"
-    if not number:
-        given = settings.budget_steps
-        least = given + TURN_STEPS * (least_turns(1, room.answer_turns) - _turns_left(candidates[:1], room))
-        reason = f"--budget {given} is too small to try any candidate here; the least is {least}"
-    too_many = tuple(Refusal(control=CANDIDATE, target=candidate.label, reason=reason) for candidate in candidates[number:])
-    return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *too_many))
+    advice = _advice(candidates, number, settings.budget_steps, room)
+    untried = _untried([each.label for each in candidates[number:]], advice)
+    return Trials(candidates=tuple(candidates[:number]), refusals=(*of_paths.refusals, *proposal.refusals, *untried))
+
+
+def _advice(candidates: Sequence[LiveCandidate], num_tried: int, budget_steps: int, room: Room) -> str:
+    """Return the least budget that tries all candidates, or if it is too small for any, the least that tries one."""
+    wanted = len(candidates) if num_tried else 1
+    turns = least_turns(wanted, room.answer_turns) - _turns_left(candidates[:wanted], room)
+    least = budget_steps + TURN_STEPS * turns
+    if num_tried:
+        return f"raise --budget (now {budget_steps}; {least} is enough for all)"
+    return f"--budget {budget_steps} is too small to try any candidate here; the least is {least}"
+
+
+def _untried(labels: Sequence[str], advice: str) -> tuple[Refusal, ...]:
+    """Return one refusal for all candidates that the budget has no room for."""
+    if not labels:
+        return ()
+    few = len(labels) <= MOST_ALIKE
+    target = ", ".join(labels) if few else f"{', '.join(labels[:NUM_NAMED])} and {len(labels) - NUM_NAMED} more"
+    return (Refusal(control=CANDIDATE, target=target, reason=f"{UNTRIED}: {advice}"),)
 
 
 def settings_of(trials: Trials) -> tuple[Setting, ...]:
@@ -216,7 +232,7 @@ def _nothing_to_try(refusals: Sequence[Refusal]) -> str:
     """Return the summary: the reasons if they are few, or that the budget is too small; the plan lists every refusal."""
     untried = next((refusal for refusal in refusals if refusal.control == CANDIDATE), None)
     if untried is not None:
-        return f"nothing was tried: {untried.reason}"
+        return f"nothing was tried: {untried.reason.removeprefix(f'{UNTRIED}: ')}"
     reasons = tuple(dict.fromkeys(refusal.reason for refusal in refusals))
     if 0 < len(reasons) <= MOST_REASONS:
         return f"nothing to try: {'; '.join(reasons)}"

@@ -97,6 +97,17 @@ class RunOutcome(Value, frozen=True, kw_only=True):
         record = self.record
         return " ".join(record.notes) if record is not None and record.stage == "stopped" else ""
 
+    @property
+    def has_acted(self) -> bool:
+        """Whether a process reached a GPU, or a candidate was measured without one."""
+        return bool(self.processes) or (self.record is not None and self.record.has_tried)
+
+    @property
+    def plan_found(self) -> Plan | None:
+        """The plan that live tuning decided on, unless it was taken out again."""
+        record = self.record if self.is_tuned else None
+        return None if record is None or record.stage == "reverted" else record.plan
+
     def first_unproven(self) -> Engagement | None:
         """The first control that did not take effect in some process, or None."""
         every = (*self.unasked, *(applied for process in self.processes for applied in process.applied))

@@ -25,6 +25,7 @@ RECORD_FILE = "record.json"
 LEAST_BUDGET_STEPS = 100
 MOST_BUDGET_STEPS = 1_000_000
 CANDIDATE = "candidate"  # target of refusals that concern the trial of several controls, not one control
+UNTRIED = "not tried for want of steps"  # how the reason of such a refusal begins; what to do follows behind a colon
 
 Stage = Literal["warming up", "trying candidates", "decided", "reverted", "stopped"]
 UNDECIDED: tuple[Stage, ...] = ("warming up", "trying candidates")
