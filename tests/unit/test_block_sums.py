@@ -1,9 +1,14 @@
 """Sums of blocks on CPUs: what came, the own block beside it, divisors, and the second result."""
 
+import logging
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from counterpoint.cuda.block_sums import Arrived, sum_arrived, sum_rows
+from counterpoint.cuda import block_sums
+from counterpoint.cuda.block_sums import Arrived, sum_arrived, sum_rows, warm_up
 
 
 @pytest.mark.parametrize("divisor", [1, 3, 6.5])
@@ -33,3 +38,31 @@ def test_rows_of_half_precision_are_rounded_once() -> None:
     out = torch.empty(1, dtype=torch.bfloat16)
     sum_rows(rows, out)
     assert out.item() == 258.0
+
+
+def test_without_a_compiler_torch_adds_and_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def add_blocks(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    tried = []
+    monkeypatch.setattr(block_sums, "_is_fused", lambda *_: not tried and not tried.append(True))
+    monkeypatch.setattr(block_sums, "_failed", [])
+    monkeypatch.setitem(sys.modules, "counterpoint.cuda.sum_kernel", SimpleNamespace(add_blocks=add_blocks))
+    out = torch.empty(4)
+    with caplog.at_level(logging.WARNING, "counterpoint"):
+        for _ in range(2):
+            sum_rows(torch.ones(3, 4), out)
+    assert torch.equal(out, torch.full((4,), 3.0))
+    assert len(block_sums._failed) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "counterpoint: torch adds blocks, since Triton failed: Failed to find C compiler."
+    ]
+
+
+@pytest.mark.parametrize("number", [1, 5000, 12_345])
+def test_a_warm_up_changes_no_result(number: int) -> None:
+    rows, out = torch.ones(3, number), torch.zeros(number)
+    warm_up(Arrived(rows, torch.ones(number), 1), out)
+    assert not out.any()

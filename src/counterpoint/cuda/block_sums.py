@@ -5,14 +5,21 @@ costs matmuls beside it four times as much (measured on an H200, docs/log.md). I
 does not add, and where Triton is missing.
 """
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
+from counterpoint.errors import cause_of
+
+logger = logging.getLogger("counterpoint")
 SUMMED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_BLOCKS = 16  # that the kernel adds: it holds a load of each
+FEW, ALIGNMENT = 4096, 16
+MOST_LETTERS = 200
+_failed: list[Exception] = []  # after the first, torch adds everything
 
 
 class Arrived(NamedTuple):
@@ -35,12 +42,9 @@ def sum_arrived(arrived: Arrived, out: torch.Tensor, divisor: float = 1.0, copy:
     Sums accumulate in single precision in the order of ranks. Where torch adds, a divisor other than 1 and the number of
     ranks costs one more rounding.
     """
-    if _is_fused(arrived.rows, out):
-        from counterpoint.cuda.sum_kernel import add_blocks  # noqa: PLC0415  needs Triton
-
-        if not arrived.own.is_contiguous():
-            arrived = arrived._replace(own=arrived.completed()[arrived.rank])
-        add_blocks(*arrived, out=out, copy=copy, divisor=divisor)
+    if not arrived.own.is_contiguous():
+        arrived = arrived._replace(own=arrived.completed()[arrived.rank])
+    if _is_fused(arrived.rows, out) and _launch(arrived, out, divisor, copy):
         return
     _sum_by_torch(arrived.completed(), out, divisor)
     if copy is not None:
@@ -50,6 +54,30 @@ def sum_arrived(arrived: Arrived, out: torch.Tensor, divisor: float = 1.0, copy:
 def sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> None:
     """Write the sum of the rows, divided by `divisor`, to `out`, as `sum_arrived` does."""
     sum_arrived(Arrived(rows, rows[0], 0), out, divisor)
+
+
+def warm_up(arrived: Arrived, out: torch.Tensor) -> None:
+    """Compile the kernel for such blocks, if it adds them, before a capture: it adds the first numbers to a scratch.
+
+    Triton compiles apart for addresses and numbers that 16 does not divide, so the scratch lies as `out` does.
+    """
+    few = min(out.numel(), FEW + out.numel() % FEW)
+    shift = out.data_ptr() % ALIGNMENT // out.itemsize
+    scratch = torch.empty(few + shift, dtype=out.dtype, device=out.device)[shift:]
+    sum_arrived(Arrived(arrived.rows[:, :few], arrived.own.flatten()[:few], arrived.rank), scratch)
+
+
+def _launch(arrived: Arrived, out: torch.Tensor, divisor: float, copy: torch.Tensor | None) -> bool:
+    """Launch the kernel; return False, and log why once, if it cannot be compiled here, for want of a C compiler say."""
+    from counterpoint.cuda.sum_kernel import add_blocks  # noqa: PLC0415  needs Triton
+
+    try:
+        add_blocks(*arrived, out=out, copy=copy, divisor=divisor)
+    except Exception as problem:  # Triton's own kinds are not part of its interface
+        _failed.append(problem)
+        logger.warning("counterpoint: torch adds blocks, since Triton failed: %s", cause_of(problem, MOST_LETTERS))
+        return False
+    return True
 
 
 def _sum_by_torch(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
@@ -71,6 +99,7 @@ def _is_fused(rows: torch.Tensor, out: torch.Tensor) -> bool:
         and out.is_contiguous()
         and rows[0].is_contiguous()
         and has_triton()
+        and not _failed
     )
 
 

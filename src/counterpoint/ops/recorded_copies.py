@@ -13,7 +13,7 @@ import msgspec
 import torch
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.block_sums import Arrived, sum_arrived
+from counterpoint.cuda.block_sums import Arrived, sum_arrived, warm_up
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective
 from counterpoint.cuda.driver import check
 from counterpoint.cuda.driver_graph import StandIn
@@ -56,6 +56,10 @@ class Recorder:
         issued, blocks, rows = parts.issued, parts.blocks, parts.rows
         start, end = blocks.given[self._rank]
         own_sums = issued.got.address + (start if destinations.sums else 0)
+        if rows is not None:
+            arrived = Arrived(rows, tensor_at(issued.given.address + start, rows[0]), self._rank)
+            sums, divisor = tensor_at(own_sums, rows[0]), len(rows) if issued.reduction == "mean" else 1
+            warm_up(arrived, sums)
 
         def issue(stream: Handle, side: Handle) -> None:
             self._raise(ENTERED, stream)
@@ -70,9 +74,7 @@ class Recorder:
                 self._take(ARRIVED, stream)
             if rows is not None:
                 with torch.cuda.stream(torch.cuda.ExternalStream(int(stream), rows.device)):
-                    divisor = len(rows) if issued.reduction == "mean" else 1
-                    own = tensor_at(issued.given.address + start, rows[0])
-                    sum_arrived(Arrived(rows, own, self._rank), tensor_at(own_sums, own), divisor)
+                    sum_arrived(arrived, sums, divisor)
             for target in destinations.sums.values():
                 copy_bytes(target, own_sums, end - start, stream)
             if destinations.sums:
