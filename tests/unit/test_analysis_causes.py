@@ -189,11 +189,15 @@ def test_calls_between_which_only_matmuls_run_are_collectives_of_their_own(tmp_p
     assert [(each.step, each.name) for each in analysis.collectives] == [(step, "all_gather by copies") for step in range(3)]
 
 
-def test_a_sum_that_takes_all_sms_starves_the_computation_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps<float>>>(int)",
+        "counterpoint_add_blocks",
+    ],
+)
+def test_a_sum_that_takes_all_sms_starves_the_computation_beside_it(reduce: str, tmp_path: Path) -> None:
     def build(trace: TraceBuilder, begin: float) -> None:
-        reduce = (
-            "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16, at::native::MeanOps<float>>>(int)"
-        )
         trace.kernel(MATMUL, begin + 50, 100, host=begin + 1)
         trace.copy("Memcpy DtoD (Device -> Device)", begin + 60, 10, num_bytes=1 << 20, host=begin + 2, stream=SIDE)
         trace.copy(PEER, begin + 72, 60, num_bytes=1 << 20, host=begin + 3, stream=SIDE)

@@ -16,7 +16,7 @@ from counterpoint.analysis.values import Role
 from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import classify_kernel, copy_direction
 
-SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)")
+SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)|^counterpoint_add_blocks")
 
 
 def find_roles(timed: TimedTrace) -> tuple[Role, ...]:

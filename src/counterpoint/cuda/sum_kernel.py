@@ -12,7 +12,7 @@ CTAS_PER_SM = 2  # measured on an H200: more are not faster, and one is a fifth 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def sum_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
+def counterpoint_add_blocks(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows, own, out, copy, number, stride, factor, count: tl.constexpr, rank: tl.constexpr, block: tl.constexpr
 ):
     """out = factor * (row 0 + row 1 + ...), where row `rank` is `own`; the same to `copy`, unless it is `out`."""
@@ -38,7 +38,7 @@ def add_blocks(
     """Launch the kernel on the current stream; each row, `own`, `out` and `copy` have no gaps."""
     number = out.numel()
     num_ctas = min(triton.cdiv(number, BLOCK), CTAS_PER_SM * _num_sms(out.device))
-    sum_kernel[(num_ctas,)](
+    counterpoint_add_blocks[(num_ctas,)](
         rows, own, out, copy, number, rows.stride(0), 1.0 / divisor, len(rows), rank, BLOCK, num_warps=NUM_WARPS
     )
 
