@@ -308,3 +308,112 @@ def test_on_the_h200_itself_a_source_does_not_compare_it_with_itself(tmp_path: P
     gap = read_toml(path, Calibration, MachineError).launch_gap_us
     assert gap.value == pytest.approx(2 * shipped.launch_gap_us.value)
     assert gap.source.startswith("1.6 x 3 / 1.5, this probe now and before: launch_gap_us")
+
+
+OF_TWO = {name: each for name, each in load_calibration().probes.items() if not name.endswith(" of 4 ranks")}
+
+
+def file_of_two_ranks(path: Path) -> Calibration:
+    """Write what two ranks measured on H200s, with the shipped constants, and return it."""
+    found = msgspec.structs.replace(load_calibration(), probes=OF_TWO)
+    save_calibration(found, path)
+    return found
+
+
+def results_of_four(slower: float, *points: Point) -> list[Result]:
+    """What four ranks report: points of the same conditions as those of two, and of collectives."""
+    same = {
+        name: [msgspec.structs.replace(each, value=slower * each.value) for each in OF_TWO[f"{name} of 2 ranks"].points]
+        for name in ("copies", "contention")
+    }
+    named = [*same.items(), ("collectives", list(points))]
+    return [Result(probe=f"{name} of 4 ranks", seconds=SAVED_S, points=tuple(found)) for name, found in named]
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+def test_a_file_of_two_ranks_goes_on_with_four_and_only_figures_of_more_ranks_change(slower: float, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    before = file_of_two_ranks(path)
+    collected = _Record(H200, "NVIDIA H200", path, dict(before.conditions))
+    collected.go_on()
+    known = before.collectives["all_reduce"]
+    for each in results_of_four(slower, *all_reduce_points(known.bytes_per_s_per_cta, 0.5, 40.0, H200, ranks=4)):
+        collected.add(each)  # type: ignore[arg-type]
+    found = read_toml(path, Calibration, MachineError)
+    constants, old = constants_of(found), constants_of(before)
+    assert {name for name in constants if constants[name] != old[name]} == {"collectives.all_reduce"}
+    now = found.collectives["all_reduce"]
+    assert now.link_fraction_of_more == pytest.approx(0.5, rel=0.05)
+    assert now.source.startswith(known.source.partition("; of more ranks")[0])
+    assert "times of 4 ranks" in now.source
+    kept = {"date": now.date, "source": now.source, "link_fraction_of_more": now.link_fraction_of_more}
+    assert now == msgspec.structs.replace(known, **kept)
+    again = _Record(H200, "NVIDIA H200", path, dict(before.conditions))
+    again.go_on()
+    assert again.done() == {*OF_TWO, "copies of 4 ranks", "contention of 4 ranks", "collectives of 4 ranks"}
+
+
+def test_four_ranks_alone_tell_of_more_ranks_and_of_copies_between_two_gpus() -> None:
+    four = {each.probe: each for each in results_of_four(1.0, *all_reduce_points(12e9, 0.5, 40.0, H200, ranks=4))}
+    probes = {name: ProbeRecord(date="2026-11-26", seconds=1.0, points=each.points) for name, each in four.items()}
+    found, shipped = derive(H100, DEVICE, {}, probes), load_calibration()
+    assert found.copy_engine_fraction.status == "measured"
+    assert "ranks 4" in found.copy_latency_us.source
+    of_four, known = found.collectives["all_reduce"], shipped.collectives["all_reduce"]
+    assert of_four.link_fraction_of_more not in (None, known.link_fraction_of_more)
+    assert (of_four.link_fraction, of_four.latency_us) == (known.link_fraction, known.latency_us)
+    assert found.collectives["all_gather"].status == "assumed"
+
+
+def test_points_of_the_same_conditions_count_as_the_fewest_ranks_measured_them() -> None:
+    same = {"kind": "all_reduce", "kernel": "streaming"}
+    points = [Point(name="x_us", value=float(ranks), at=same | {"ranks": ranks}) for ranks in (4, 2, 2, 8)]
+    assert [each.value for each in Points(points).of_fewest_ranks("x_us", kind="all_reduce")] == [2.0, 2.0]
+    assert Points(points).of_fewest_ranks("y_us") == []
+    assert len(Points([*points, Point(name="x_us", value=1.0)]).of_fewest_ranks("x_us")) == 1
+
+
+def test_points_are_saved_if_no_constant_can_be_derived_and_a_later_run_derives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    before = file_of_two_ranks(path)
+
+    def fail(*_: object) -> Calibration:
+        raise ZeroDivisionError("float division by zero")
+
+    collected = _Record(H200, "NVIDIA H200", path, dict(before.conditions))
+    collected.go_on()
+    results = results_of_four(2.0, *all_reduce_points(12e9, 0.5, 40.0, H200, ranks=4))
+    with monkeypatch.context() as patch:
+        patch.setattr("counterpoint.sim.calibration_file.derive", fail)
+        for each in results:
+            collected.add(each)  # type: ignore[arg-type]
+        collected.report()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "could not be derived from the points (ZeroDivisionError: float division by zero)" in told
+    kept = read_toml(path, Calibration, MachineError)
+    assert constants_of(kept) == constants_of(before)
+    assert {name for name, each in kept.probes.items() if not each.is_derived} == {each.probe for each in results}
+    assert all(kept.probes[each.probe].points == each.points for each in results)
+
+    later = _Record(H200, "NVIDIA H200", path, dict(before.conditions))
+    later.go_on()
+    assert {each.probe for each in results} <= later.done(), "no probe runs again"
+    later.save()
+    found = read_toml(path, Calibration, MachineError)
+    assert all(each.is_derived for each in found.probes.values())
+    constants, old = constants_of(found), constants_of(before)
+    assert {name for name in constants if constants[name] != old[name]} == {"collectives.all_reduce"}
+
+
+def test_points_are_saved_without_a_file_from_before_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.toml"
+    collected = _Record(H100, DEVICE, path, {"driver": "580"})
+    monkeypatch.setattr("counterpoint.sim.calibration_file.derive", lambda *_: 1 / 0)
+    collected.add(Result(probe="launches", points=(Point(name="host_launch_us", value=5.0),)))  # type: ignore[arg-type]
+    collected.save()
+    found = load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
+    assert {each.status for each in constants_of(found).values()} == {"assumed"}
+    assert not found.probes["launches"].is_derived

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from counterpoint.cli.options import Command, output_option
 from counterpoint.errors import MachineError, say, shown, shown_path
@@ -120,6 +121,7 @@ class _Record:
         self._file: Calibration | None = None
         self._earlier: Calibration | None = None  # as derived from the file's points
         self._unsaved_s: float | None = None
+        self._problem = ""
 
     def go_on(self) -> None:
         """Load what the file holds. Raises `MachineError` if it is of another GPU or of other versions than the current."""
@@ -144,6 +146,8 @@ class _Record:
             )
         self._probes = _succeeded(found)
         self._calibration = self._file = found
+        if any(not record.is_derived for record in self._probes.values()):
+            self._unsaved_s = 0.0
         if self._probes:
             print(f"Going on with {shown_path(self.path)}: {len(self._probes)} probes are done.", flush=True)
 
@@ -165,18 +169,42 @@ class _Record:
             self.save()
 
     def save(self) -> None:
-        """Save all points, and the constants that follow from them; nothing if no probe was added since."""
-        from counterpoint.sim.calibration_file import derive, renewed, save_calibration  # noqa: PLC0415
+        """Save all points, and the constants that follow from them; nothing if no probe was added since.
+
+        If deriving them fails, the points are saved beside the constants that were there before, and a line says so once.
+        """
+        from counterpoint.sim.calibration_file import save_calibration, with_points_alone  # noqa: PLC0415
 
         if self._unsaved_s is None:
             return
-        derived = derive(self._machine, self._device_name, self._conditions, self._probes)
-        if self._file is not None:
-            if self._earlier is None:
-                self._earlier = derive(self._machine, self._device_name, self._conditions, _succeeded(self._file))
-            derived = renewed(self._file, self._earlier, derived)
-        self._calibration, self._unsaved_s = derived, None
+        try:
+            self._calibration = self._derived()
+        except Exception as problem:  # whatever failed, the points took the GPUs' time
+            self._calibration = with_points_alone(self._file, self._device_name, self._conditions, self._probes)
+            self._say_once(f"{type(problem).__name__}: {problem}")
+        self._unsaved_s = None
         save_calibration(self._calibration, self.path)
+
+    def _derived(self) -> "Calibration":
+        """Return the constants that follow from all points, as the file has them where its points did not change."""
+        from counterpoint.sim.calibration_file import derive, renewed  # noqa: PLC0415
+
+        probes = {name: msgspec.structs.replace(record, is_derived=True) for name, record in self._probes.items()}
+        derived = derive(self._machine, self._device_name, self._conditions, probes)
+        if self._file is None:
+            return derived
+        if self._earlier is None:
+            known = {name: record for name, record in _succeeded(self._file).items() if record.is_derived}
+            self._earlier = derive(self._machine, self._device_name, self._conditions, known)
+        return renewed(self._file, self._earlier, derived)
+
+    def _say_once(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            say(
+                f"The constants could not be derived from the points ({shown(problem, 200)}). They stay as they were; all "
+                f"points are in {shown_path(self.path)}. Report this, and run again with a version that repairs it."
+            )
 
     def report(self) -> None:
         """Print the result in a few lines."""

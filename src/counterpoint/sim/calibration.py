@@ -142,12 +142,16 @@ class MeasuredRule(Value, frozen=True, kw_only=True):
 
 
 class ProbeRecord(Value, frozen=True, kw_only=True):
-    """The measurements of one probe of `counterpoint calibrate`, or why it failed."""
+    """The measurements of one probe of `counterpoint calibrate`, or why it failed.
+
+    `is_derived`: the file's constants follow from its points, too; False if deriving them failed.
+    """
 
     date: str
     seconds: float
     points: tuple[Point, ...] = ()
     failure: str = ""
+    is_derived: bool = True
 
 
 class Calibration(Value, frozen=True, kw_only=True):

@@ -16,12 +16,12 @@ from counterpoint.measurement.points import Point
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
-from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize
+from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize, num_ranks
 from counterpoint.sim.costs import wire_bytes
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
-from counterpoint.units import MIB, US_PER_S
+from counterpoint.units import MIB, US_PER_S, format_numbers
 from counterpoint.workloads.gemm import parse_tile, stage_bytes
 
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
@@ -30,6 +30,9 @@ LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave an
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
+TWO_RANKS = {"ranks": 2}
+OF_MORE = "; of more ranks: "  # in a source, before what the figures of more than two ranks follow from
+FIGURES_OF_MORE = ("link_fraction_of_more",)
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
@@ -192,15 +195,18 @@ def fit_l2(points: Points, machine: Machine, calibration: Calibration) -> Fitted
 
 def fit_contention(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
     """Fit `latency_per_load` and `hbm_bytes_per_wire_byte` to an all-reduce among streaming kernels, and to a streaming
-    kernel beside all-reduces. Both are simulated, as for saturation.
+    kernel beside all-reduces, of the fewest ranks. Both are simulated, as for saturation.
     """
-    alone = points.one("kernel_us", kernel="streaming", group="contention")
-    collective = points.one("collective_us", kind="all_reduce", ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
-    slowed = points.one("collective_beside_us", kind="all_reduce", kernel="streaming")
-    kernel = points.one("kernel_beside_us", kind="all_reduce", kernel="streaming")
-    if alone is None or collective is None or slowed is None or kernel is None:
+    found = points.of_fewest_ranks("collective_beside_us", kind="all_reduce", kernel="streaming")
+    if not found:
         return None
-    lone = (alone.value, collective.value)
+    slowed, ranks = found[-1], _at_ranks(found[-1])
+    alone = points.one("kernel_us", kernel="streaming", group="contention", **ranks)
+    collective = points.one("collective_us", kind="all_reduce", ctas="usual", bytes=CONTENDING_BYTES, **(ranks or TWO_RANKS))
+    kernel = points.one("kernel_beside_us", kind="all_reduce", kernel="streaming", **ranks)
+    if alone is None or collective is None or kernel is None:
+        return None
+    lone, group_size = (alone.value, collective.value), num_ranks(collective)
 
     def error(figures: Sequence[float]) -> float:
         changed = {
@@ -208,7 +214,8 @@ def fit_contention(points: Points, machine: Machine, calibration: Calibration) -
             "hbm_bytes_per_wire_byte": msgspec.structs.replace(calibration.hbm_bytes_per_wire_byte, value=figures[1]),
         }
         simulator = Simulator(msgspec.structs.replace(calibration, **changed))
-        return log_error(zip(_contending_us(simulator, machine, lone), (slowed.value, kernel.value), strict=True))
+        times = _contending_us(simulator, machine, lone, group_size)
+        return log_error(zip(times, (slowed.value, kernel.value), strict=True))
 
     start = (calibration.latency_per_load.value, calibration.hbm_bytes_per_wire_byte.value)
     (per_load, per_wire), left = minimize(error, start)
@@ -222,17 +229,29 @@ def fit_contention(points: Points, machine: Machine, calibration: Calibration) -
     }
 
 
-def _contending_us(simulator: Simulator, machine: Machine, lone_us: tuple[float, float]) -> tuple[float, float]:
+def _at_ranks(each: Point) -> dict[str, int]:
+    """Return the condition that other points of the same ranks meet; no condition if the point does not state its ranks."""
+    return {"ranks": num_ranks(each)} if num_ranks(each) else {}
+
+
+def _contending_us(
+    simulator: Simulator, machine: Machine, lone_us: tuple[float, float], group_size: int
+) -> tuple[float, float]:
     """Simulate an all-reduce of the highest priority among streaming kernels, and a streaming kernel beside all-reduces."""
     streaming = Kernel(name="streaming", stream=0, footprint=STREAMING, character="streaming", lone_us=lone_us[0])
     communication = Collective(
-        name="all-reduce", stream=1, collective="all_reduce", num_bytes=CONTENDING_BYTES, group_size=2, lone_us=lone_us[1]
+        name="all-reduce",
+        stream=1,
+        collective="all_reduce",
+        num_bytes=CONTENDING_BYTES,
+        group_size=group_size,
+        lone_us=lone_us[1],
     )
     priority = Priority(priority=machine.gpu.greatest_priority)
     plan = Plan(directives=(Directive(match=Match(kind="communication"), controls=(priority,), reason="probe"),))
     late = msgspec.structs.replace(communication, waits_for=(Dependency(operation=0),))
-    among = Step(name="among", num_ranks=2, operations=(*[streaming] * NUM_STREAMING, late))
-    beside = Step(name="beside", num_ranks=2, operations=(*[communication] * 3, streaming, streaming))
+    among = Step(name="among", num_ranks=group_size, operations=(*[streaming] * NUM_STREAMING, late))
+    beside = Step(name="beside", num_ranks=group_size, operations=(*[communication] * 3, streaming, streaming))
     times = []
     for step, number in ((among, NUM_STREAMING), (beside, 4)):
         intervals = simulator.run(step, machine, plan).intervals
@@ -252,13 +271,19 @@ def latency_weight(points: Points, machine: Machine, calibration: Calibration, k
 
 
 def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration, kind: CollectiveKind) -> float | None:
-    """Return by what share CTAs that move 256 MiB take longer among streaming kernels than alone; None if not measured."""
-    alone = points.one("collective_us", kind=kind, ctas="usual", ranks=2, bytes=CONTENDING_BYTES)
-    beside = points.one("collective_beside_us", kind=kind, kernel="streaming", bytes=CONTENDING_BYTES)
-    if alone is None or beside is None:
+    """Return by what share CTAs that move 256 MiB take longer among streaming kernels than alone, as the fewest ranks
+    measured it; None if not measured.
+    """
+    found = points.of_fewest_ranks("collective_beside_us", kind=kind, kernel="streaming", bytes=CONTENDING_BYTES)
+    if not found:
         return None
-    constants = calibration.collectives[kind]
-    moved, limit = wire_bytes(kind, CONTENDING_BYTES, 2), constants.link_fraction * machine.link.per_peer_bytes_per_s
+    beside, ranks = found[-1], _at_ranks(found[-1]) or TWO_RANKS
+    alone = points.one("collective_us", kind=kind, ctas="usual", bytes=CONTENDING_BYTES, **ranks)
+    if alone is None:
+        return None
+    constants, size = calibration.collectives[kind], num_ranks(alone)
+    limit = constants.fraction_of_link(size) * machine.link.per_peer_bytes_per_s
+    moved = wire_bytes(kind, CONTENDING_BYTES, size)
     rates = [US_PER_S * moved / (each.value - constants.latency_us) for each in (alone, beside)]
     if not 0 < rates[1] < rates[0] < limit:
         return None
@@ -270,7 +295,25 @@ def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration
 def fit_collective(
     points: Points, machine: Machine, kind: CollectiveKind, known: CollectiveConstants
 ) -> CollectiveConstants | None:
-    """Fit bandwidth and latency of one kind with two ranks, and its latency by bytes; None without enough points."""
+    """Fit bandwidth and latency of one kind with two ranks, its latency by bytes, and the share of the link that more ranks
+    reach. What was not measured stays as known; None if nothing was.
+    """
+    of_two = _of_two_ranks(points, machine, kind, known)
+    found = of_two or known
+    more = _of_more_ranks(points, machine, kind, found)
+    source = found.source.partition(OF_MORE)[0]
+    if more is not None:
+        figures, told = more
+        return msgspec.structs.replace(found, source=f"{source}{OF_MORE}{told}", **figures)
+    if of_two is not None and known.link_fraction_of_more is not None:
+        return msgspec.structs.replace(of_two, source=f"{source}{OF_MORE}as before: {known.source}")
+    return of_two
+
+
+def _of_two_ranks(
+    points: Points, machine: Machine, kind: CollectiveKind, known: CollectiveConstants
+) -> CollectiveConstants | None:
+    """Return the constants as two ranks measured them; None without enough points."""
     usual = communication_footprint(machine.gpu, "nccl").num_ctas
     found = points.all("collective_us", kind=kind, ranks=2)
     measured = [(_sample(each, kind, usual), float(each.at["bytes"])) for each in found]
@@ -297,7 +340,7 @@ def fit_collective(
         for (num_ctas, moved, time_us), num_bytes in measured
         if num_ctas == usual and num_bytes < LARGE_BYTES
     ]
-    fitted = msgspec.structs.replace(
+    return msgspec.structs.replace(
         known,
         bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
         link_fraction=float(f"{fraction:.3g}"),
@@ -306,7 +349,6 @@ def fit_collective(
         spread=round(left, 4),
         source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
     )
-    return _with_more_ranks(fitted, points, machine, kind, known.source)
 
 
 def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tuple[tuple[float, float], ...]:
@@ -320,29 +362,37 @@ def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tupl
     return tuple(reversed(found))
 
 
-def _with_more_ranks(
-    fitted: CollectiveConstants, points: Points, machine: Machine, kind: CollectiveKind, before: str
-) -> CollectiveConstants:
-    """Return the constants with the share of the link that more than two ranks reach, if it was measured; otherwise
-    return them unchanged.
-    """
+def _of_more_ranks(
+    points: Points, machine: Machine, kind: CollectiveKind, of_two: CollectiveConstants
+) -> tuple[dict[str, float], str] | None:
+    """Return the figures of more than two ranks by name, and what they follow from; None if more ranks measured nothing."""
     usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
-    found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if int(each.at["ranks"]) > 2]
+    found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if num_ranks(each) > 2]
     large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
     if not large:
-        if fitted.link_fraction_of_more is None:
-            return fitted
-        return msgspec.structs.replace(fitted, source=f"{fitted.source}; of more ranks as before: {before}")
-    by_ctas = usual * fitted.bytes_per_s_per_cta
+        return None
+    by_ctas = usual * of_two.bytes_per_s_per_cta
 
     def error(figures: Sequence[float]) -> float:
         rate = smooth_minimum(by_ctas, figures[0] * link)
-        return log_error((fitted.latency_us + US_PER_S * moved / rate, time_us) for _, moved, time_us in large)
+        return log_error((of_two.latency_us + US_PER_S * moved / rate, time_us) for _, moved, time_us in large)
 
-    (fraction,), left = minimize(error, [fitted.link_fraction])
-    ranks = sorted({int(each.at["ranks"]) for each in found})
-    source = f"{fitted.source}; {len(large)} times of {ranks} ranks, mean error {100 * left:.1f} %"
-    return msgspec.structs.replace(fitted, link_fraction_of_more=float(f"{fraction:.3g}"), source=source)
+    (fraction,), left = minimize(error, [of_two.link_fraction])
+    ranks = sorted({num_ranks(each) for each in found})
+    told = f"{len(large)} times of {format_numbers(ranks)} ranks; mean error of the fit {100 * left:.1f} %"
+    return {"link_fraction_of_more": float(f"{fraction:.3g}")}, told
+
+
+def more_ranks_alone(
+    kept: CollectiveConstants, before: CollectiveConstants, now: CollectiveConstants
+) -> CollectiveConstants | None:
+    """Return `kept` with the figures of more ranks as they are now; None if other figures differ from before, too."""
+    changed = {name for name in now.__struct_fields__ if getattr(now, name) != getattr(before, name)}
+    if not changed <= {*FIGURES_OF_MORE, "date", "source"}:
+        return None
+    source = f"{kept.source.partition(OF_MORE)[0]}{OF_MORE}{now.source.partition(OF_MORE)[2]}"
+    figures = {name: getattr(now, name) for name in FIGURES_OF_MORE}
+    return msgspec.structs.replace(kept, **figures, date=now.date, source=source)
 
 
 def _sample(each: Point, kind: CollectiveKind, usual: int) -> Sample:

@@ -4,6 +4,7 @@ Constants that were not measured are the H200's, and on another GPU they are mar
 file, one per line.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from counterpoint.sim.calibration import (
     AnyConstant,
     Calibration,
     CharacterConstants,
+    CollectiveConstants,
     Constant,
     MeasuredRule,
     ProbeRecord,
@@ -33,6 +35,7 @@ from counterpoint.sim.calibration_curves import (
     fit_saturation,
     fit_streaming,
     latency_weight,
+    more_ranks_alone,
     row_wise_fraction,
 )
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
@@ -44,6 +47,7 @@ JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # constants that one fi
 RACE = ("launch_gap_us", "dependency_latency_us")
 WAVES = 4  # waves of the probes' first kernel
 RULE_TOLERANCE = 0.2  # tolerance in waves; if the rule does not hold, the figure is off by half a wave or more
+RANKS = re.compile(r" of (\d+) ranks$")  # in the name of a probe between GPUs
 POWER_LIMIT = "power limit"  # the condition that says the GPU's limit, as "700 W"
 # The rule behind each case of the placement probe: when the second kernel starts, in waves of the first.
 RULES: dict[str, tuple[dict[str, float | str], float, str]] = {
@@ -116,6 +120,21 @@ def derive(
     return _with_power(base, points, conditions.get(POWER_LIMIT, ""), day)
 
 
+def with_points_alone(
+    file: Calibration | None, device_name: str, conditions: Mapping[str, str], probes: Mapping[str, ProbeRecord]
+) -> Calibration:
+    """Return a file's constants, or the H200's without a file, beside points from which no constant could be derived.
+
+    Probes that the file does not hold, or holds with other points, are marked; those that it holds stay as they are.
+    """
+    base = file or msgspec.structs.replace(as_assumed_elsewhere(load_calibration(), device_name), probes={}, rules={})
+    marked = {
+        name: record if record == base.probes.get(name) else msgspec.structs.replace(record, is_derived=False)
+        for name, record in probes.items()
+    }
+    return msgspec.structs.replace(base, conditions=dict(conditions), probes=marked)
+
+
 def renewed(file: Calibration, earlier: Calibration, now: Calibration) -> Calibration:
     """Return `now`, with the constants and rules as a file has them that the latest points do not change.
 
@@ -129,10 +148,25 @@ def renewed(file: Calibration, earlier: Calibration, now: Calibration) -> Calibr
         if isinstance(mine, Constant):
             changed[name] = kept if _is_same(mine, before) else mine
         elif name in (*TABLES, "rules"):
-            changed[name] = {
-                key: kept.get(key, each) if _is_same(each, before.get(key)) else each for key, each in mine.items()
-            }
+            changed[name] = {key: _renewed_entry(kept.get(key), before.get(key), each) for key, each in mine.items()}
     return msgspec.structs.replace(now, **changed)
+
+
+def _renewed_entry(
+    kept: AnyConstant | MeasuredRule | None, before: AnyConstant | MeasuredRule | None, now: AnyConstant | MeasuredRule
+) -> AnyConstant | MeasuredRule:
+    """Return a table's entry as the file has it if its points did not change, otherwise as it is now."""
+    if kept is None:
+        return now
+    if _is_same(now, before):
+        return kept
+    if (
+        isinstance(kept, CollectiveConstants)
+        and isinstance(before, CollectiveConstants)
+        and isinstance(now, CollectiveConstants)
+    ):
+        return more_ranks_alone(kept, before, now) or now
+    return now
 
 
 def _is_same(one: AnyConstant | MeasuredRule, other: AnyConstant | MeasuredRule | None) -> bool:
@@ -141,7 +175,13 @@ def _is_same(one: AnyConstant | MeasuredRule, other: AnyConstant | MeasuredRule 
 
 
 def _points(probes: Mapping[str, ProbeRecord]) -> Points:
-    return Points(point for record in probes.values() for point in record.points)
+    """Return the points of all probes. Those of a probe between GPUs state its number of ranks."""
+    return Points(_with_ranks(point, label) for label, record in probes.items() for point in record.points)
+
+
+def _with_ranks(point: Point, label: str) -> Point:
+    found = RANKS.search(label)
+    return point if found is None else msgspec.structs.replace(point, at={"ranks": int(found[1])} | point.at)
 
 
 def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[str, Fitted], day: str) -> Calibration:

@@ -42,6 +42,17 @@ class Points:
         found = self.all(name, **at)
         return found[-1] if found else None
 
+    def of_fewest_ranks(self, name: str, **at: float | str) -> list[Point]:
+        """Return what `all` returns, of the fewest ranks that measured it."""
+        found = self.all(name, **at)
+        least = min((num_ranks(each) for each in found), default=0)
+        return [each for each in found if num_ranks(each) == least]
+
+
+def num_ranks(each: Point) -> int:
+    """Return the number of ranks that took part in a point's probe; 0 where it measured one GPU alone."""
+    return int(each.at.get("ranks", 0))
+
 
 def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
     """Return every constant that is a single number, by its name; without points, a constant is left out."""
@@ -150,21 +161,24 @@ def _copy_fraction(points: Points, machine: Machine) -> Fitted | None:
     if rate is None:
         return None
     source = f"copies between two GPUs, what grows with bytes: {rate / 1e9:.0f} GB/s"
-    return Fitted(value=rate / machine.link.per_peer_bytes_per_s, spread=points.all("copy_us")[-1].spread, source=source)
+    spread = points.of_fewest_ranks("copy_us")[-1].spread
+    return Fitted(value=rate / machine.link.per_peer_bytes_per_s, spread=spread, source=source)
 
 
 def _copy_rate(points: Points) -> float | None:
-    """Return the bytes per second of one copy between GPUs, from its two largest sizes."""
-    times = sorted(points.all("copy_us", peers=1, pieces=1), key=lambda each: each.at["bytes"])[-2:]
+    """Return the bytes per second of one copy between GPUs, from its two largest sizes; None if both take as long."""
+    times = sorted(points.of_fewest_ranks("copy_us", peers=1, pieces=1), key=lambda each: each.at["bytes"])[-2:]
     if len(times) < 2:
         return None
     small, large = times
+    if large.at["bytes"] == small.at["bytes"] or large.value <= small.value:
+        return None
     return (float(large.at["bytes"]) - float(small.at["bytes"])) * US_PER_S / (large.value - small.value)
 
 
 def _copy_latency(points: Points) -> Fitted | None:
     """Return the time of the smallest copy beyond that of its bytes."""
-    times, rate = points.all("copy_us", peers=1, pieces=1), _copy_rate(points)
+    times, rate = points.of_fewest_ranks("copy_us", peers=1, pieces=1), _copy_rate(points)
     if rate is None:
         return None
     least = min(times, key=lambda each: each.at["bytes"])
