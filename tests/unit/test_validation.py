@@ -213,6 +213,21 @@ def test_a_step_of_other_operations_is_no_case() -> None:
         places_of(case, msgspec.structs.replace(step, operations=step.operations[:-1]))
 
 
+def test_shipped_sets_hold_every_case_that_can_run_there_and_the_traces_that_they_name() -> None:
+    shipped = {path.stem: load_measured(path) for path in shipped_measurements()}
+    assert {name: (each.machine, each.num_gpus) for name, each in shipped.items()} == {
+        "1x_h200": ("h200", 1),
+        "2x_h100": ("h100", 2),
+        "2x_h200": ("h200", 2),
+        "4x_h200": ("h200", 4),
+    }
+    for path in shipped_measurements():
+        measured = shipped[path.stem]
+        assert {case.name for case in measured.cases} == {case.name for case in cases_for(measured.num_gpus)}
+        named = {case.trace for case in measured.cases if case.trace is not None}
+        assert {each.name for each in path.with_suffix("").iterdir()} == named
+
+
 def test_shipped_bounds_hold_for_what_was_measured() -> None:
     outcomes = [outcome for outcome in validate_files(shipped_measurements()) if outcome.machine == "h200"]
     assert outcomes
