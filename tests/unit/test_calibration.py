@@ -23,7 +23,7 @@ from counterpoint.sim.calibration import (
     describe_origin,
     load_calibration,
 )
-from counterpoint.sim.calibration_curves import SATURATIONS, fit_saturation, row_wise_fraction
+from counterpoint.sim.calibration_curves import FIGURES_OF_MORE, SATURATIONS, fit_saturation, row_wise_fraction
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.costs import CostModel, wire_bytes
@@ -106,6 +106,7 @@ def test_the_bandwidth_of_a_collective_is_recovered_from_its_times() -> None:
     more = derive(H100, DEVICE, {}, record(*all_reduce_points(12e9, 0.5, 25.0, H100), *of_four)).collectives["all_reduce"]
     assert more.link_fraction == found.link_fraction
     assert math.isclose(more.link_fraction_of_more or 0.0, 0.6, rel_tol=0.02)
+    assert math.isclose(more.bytes_per_s_per_cta_of_more or 0.0, 12e9, rel_tol=0.05)
 
 
 def test_one_fit_finds_the_warps_that_fill_the_memory_and_how_its_latency_grows() -> None:
@@ -346,8 +347,9 @@ def test_a_file_of_two_ranks_goes_on_with_four_and_only_figures_of_more_ranks_ch
     assert now.link_fraction_of_more == pytest.approx(0.5, rel=0.05)
     assert now.source.startswith(known.source.partition("; of more ranks")[0])
     assert "times of 4 ranks" in now.source
-    kept = {"date": now.date, "source": now.source, "link_fraction_of_more": now.link_fraction_of_more}
-    assert now == msgspec.structs.replace(known, **kept)
+    assert now.bytes_per_s_per_cta_of_more == pytest.approx(known.bytes_per_s_per_cta, rel=0.05)
+    changed = {name for name in now.__struct_fields__ if getattr(now, name) != getattr(known, name)}
+    assert changed <= {*FIGURES_OF_MORE, "date", "source"}
     again = _Record(H200, "NVIDIA H200", path, dict(before.conditions))
     again.go_on()
     assert again.done() == {*OF_TWO, "copies of 4 ranks", "contention of 4 ranks", "collectives of 4 ranks"}
@@ -363,6 +365,15 @@ def test_four_ranks_alone_tell_of_more_ranks_and_of_copies_between_two_gpus() ->
     assert of_four.link_fraction_of_more not in (None, known.link_fraction_of_more)
     assert (of_four.link_fraction, of_four.latency_us) == (known.link_fraction, known.latency_us)
     assert found.collectives["all_gather"].status == "assumed"
+
+
+def test_two_ranks_of_another_gpu_keep_what_more_ranks_changed_on_the_h200() -> None:
+    found = derive(H100, DEVICE, {}, record(*all_reduce_points(12e9, 0.5, 25.0, H100))).collectives["all_reduce"]
+    known = load_calibration().collectives["all_reduce"]
+    assert found.link_fraction_of_more == known.link_fraction_of_more
+    assert known.bytes_per_s_per_cta_of_more is not None
+    more = known.bytes_per_s_per_cta_of_more / known.bytes_per_s_per_cta
+    assert found.bytes_per_s_per_cta_of_more == pytest.approx(more * found.bytes_per_s_per_cta, rel=1e-3)
 
 
 def test_points_of_the_same_conditions_count_as_the_fewest_ranks_measured_them() -> None:

@@ -43,6 +43,7 @@ KINDS: tuple[CollectiveKind, ...] = (
 DIRECTIONS: tuple[CopyDirection, ...] = ("device_to_device", "peer_to_peer", "host_to_device", "device_to_host")
 TILES = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=64, dynamic_shared_bytes=16_384)
 LIGHT = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=32)
+LATENCIES = ("latency_us_by_bytes", "latency_us_by_bytes_of_more")
 CALIBRATION = load_calibration(H200)
 
 
@@ -154,7 +155,7 @@ def figures_of(entry: Constant | CharacterConstants | CollectiveConstants) -> li
     names = [name for name in entry.__struct_fields__ if name != "spread" and isinstance(getattr(entry, name), float)]
     if isinstance(entry, CharacterConstants) and entry.bottleneck == "hbm":
         names.remove("hbm_fraction")  # all of it, by definition
-    return names + [name for name in ("latency_us_by_bytes",) if getattr(entry, name, ())]
+    return names + [name for name in LATENCIES if getattr(entry, name, ())]
 
 
 def changed(name: str, field: str) -> Calibration:

@@ -22,7 +22,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # the GPU whose constants replace those that were not measured
 DROPPED = ("sum_cta_us",)  # in files of earlier versions; nothing reads it any more
-MOST_BYTES_OF_FEW = 8 * MIB  # NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, and not from 16 MiB on
+MOST_BYTES_OF_FEW = 8 * MIB  # to a peer: NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, not from 16 MiB on
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
 TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
@@ -85,9 +85,10 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
 class CollectiveConstants(Value, frozen=True, kw_only=True):
     """The bandwidth on the wire of one kind of collective that SM kernels do.
 
-    `link_fraction` applies to 2 ranks, and to more if `link_fraction_of_more` is None. `latency_us_by_bytes` are (bytes,
-    latency) of messages for which NCCL uses other protocols than for large ones, whose latency is `latency_us`.
-    `bytes_per_s_per_cta_of_few` applies, if given, to fewer CTAs than usual that move at most `MOST_BYTES_OF_FEW` each.
+    `latency_us_by_bytes` are (bytes, latency) of messages for which NCCL uses other protocols than for large ones, whose
+    latency is `latency_us`. Figures that end with `_of_more` apply, where given, to more than 2 ranks instead of those of 2.
+    `bytes_per_s_per_cta_of_few` applies, if given, to fewer CTAs than usual that send each peer at most `MOST_BYTES_OF_FEW`
+    each; with more ranks it changes as `bytes_per_s_per_cta` does.
     `latency_weight` is the share of the growth of the memory's latency that its CTAs see, relative to an all-reduce's.
     """
 
@@ -98,10 +99,28 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     link_fraction_of_more: float | None = None
+    bytes_per_s_per_cta_of_more: float | None = None
     bytes_per_s_per_cta_of_few: float | None = None
     latency_weight: float = 1.0
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
+    latency_us_by_bytes_of_more: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
+
+    def of_ranks(self, group_size: int) -> "CollectiveConstants":
+        """Return the constants as they apply to groups of this many ranks, in the figures of 2 ranks."""
+        if group_size <= 2:
+            return self
+        by_cta, few = self.bytes_per_s_per_cta_of_more or self.bytes_per_s_per_cta, self.bytes_per_s_per_cta_of_few
+        return msgspec.structs.replace(
+            self,
+            bytes_per_s_per_cta=by_cta,
+            bytes_per_s_per_cta_of_few=None if few is None else few * by_cta / self.bytes_per_s_per_cta,
+            link_fraction=self.link_fraction_of_more or self.link_fraction,
+            latency_us_by_bytes=self.latency_us_by_bytes_of_more or self.latency_us_by_bytes,
+            bytes_per_s_per_cta_of_more=None,
+            link_fraction_of_more=None,
+            latency_us_by_bytes_of_more=(),
+        )
 
     def latency_us_of(self, num_bytes: float) -> float:
         """Return the latency of a message; between calibrated sizes it is interpolated in the logarithm of the bytes."""
@@ -115,17 +134,11 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
                 return least + (most - least) * max(0.0, place - small) / (large - small)
         return self.latency_us
 
-    def rate_of_few(self, moved_bytes: float, num_ctas: int) -> float:
-        """Return the bytes per second of one CTA, if fewer than usual together move this many bytes."""
-        if self.bytes_per_s_per_cta_of_few is not None and moved_bytes <= MOST_BYTES_OF_FEW * num_ctas:
+    def rate_of_few(self, bytes_to_a_peer: float, num_ctas: int) -> float:
+        """Return the bytes per second of one CTA, if fewer than usual together send this many bytes to each peer."""
+        if self.bytes_per_s_per_cta_of_few is not None and bytes_to_a_peer <= MOST_BYTES_OF_FEW * num_ctas:
             return self.bytes_per_s_per_cta_of_few
         return self.bytes_per_s_per_cta
-
-    def fraction_of_link(self, group_size: int) -> float:
-        """Return the share of the link's direction that groups of this many ranks reach, with enough CTAs."""
-        if group_size > 2 and self.link_fraction_of_more is not None:
-            return self.link_fraction_of_more
-        return self.link_fraction
 
 
 AnyConstant = Constant | CharacterConstants | CollectiveConstants

@@ -32,7 +32,7 @@ NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective
 CONTENDING_BYTES = 256 * MIB
 TWO_RANKS = {"ranks": 2}
 OF_MORE = "; of more ranks: "  # in a source, before what the figures of more than two ranks follow from
-FIGURES_OF_MORE = ("link_fraction_of_more",)
+FIGURES_OF_MORE = ("link_fraction_of_more", "bytes_per_s_per_cta_of_more", "latency_us_by_bytes_of_more")
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
@@ -281,8 +281,9 @@ def _slowdown_of_ctas(points: Points, machine: Machine, calibration: Calibration
     alone = points.one("collective_us", kind=kind, ctas="usual", bytes=CONTENDING_BYTES, **ranks)
     if alone is None:
         return None
-    constants, size = calibration.collectives[kind], num_ranks(alone)
-    limit = constants.fraction_of_link(size) * machine.link.per_peer_bytes_per_s
+    size = num_ranks(alone)
+    constants = calibration.collectives[kind].of_ranks(size)
+    limit = constants.link_fraction * machine.link.per_peer_bytes_per_s
     moved = wire_bytes(kind, CONTENDING_BYTES, size)
     rates = [US_PER_S * moved / (each.value - constants.latency_us) for each in (alone, beside)]
     if not 0 < rates[1] < rates[0] < limit:
@@ -305,9 +306,14 @@ def fit_collective(
     if more is not None:
         figures, told = more
         return msgspec.structs.replace(found, source=f"{source}{OF_MORE}{told}", **figures)
-    if of_two is not None and known.link_fraction_of_more is not None:
-        return msgspec.structs.replace(of_two, source=f"{source}{OF_MORE}as before: {known.source}")
-    return of_two
+    if of_two is None or all(getattr(known, name) in (None, ()) for name in FIGURES_OF_MORE):
+        return of_two
+    by_cta = known.bytes_per_s_per_cta_of_more
+    if by_cta is not None:  # a CTA with more ranks moves so much more on any GPU
+        by_cta = float(f"{by_cta * of_two.bytes_per_s_per_cta / known.bytes_per_s_per_cta:.4g}")
+    return msgspec.structs.replace(
+        of_two, bytes_per_s_per_cta_of_more=by_cta, source=f"{source}{OF_MORE}as before: {known.source}"
+    )
 
 
 def _of_two_ranks(
@@ -334,18 +340,14 @@ def _of_two_ranks(
 
     start = (known.bytes_per_s_per_cta, known.link_fraction, known.latency_us)
     (by_cta, fraction, latency_us), left = minimize(error, start)
-    rate = smooth_minimum(usual * by_cta, fraction * link)
-    small = [
-        (num_bytes, round(max(0.0, time_us - US_PER_S * moved / rate), 2))
-        for (num_ctas, moved, time_us), num_bytes in measured
-        if num_ctas == usual and num_bytes < LARGE_BYTES
-    ]
+    best = {"bytes_per_s_per_cta": by_cta, "link_fraction": fraction, "latency_us": latency_us}
+    small = _small_latencies(found, kind, usual, msgspec.structs.replace(known, **best), link)
     return msgspec.structs.replace(
         known,
         bytes_per_s_per_cta=float(f"{by_cta:.4g}"),
         link_fraction=float(f"{fraction:.3g}"),
         latency_us=float(f"{latency_us:.3g}"),
-        latency_us_by_bytes=_rising(small, latency_us),
+        latency_us_by_bytes=small,
         spread=round(left, 4),
         source=f"{len(measured)} times of 2 ranks, {usual} CTAs and fewer; mean error of the fit {100 * left:.1f} %",
     )
@@ -364,23 +366,65 @@ def _rising(latencies: Sequence[tuple[float, float]], largest_us: float) -> tupl
 
 def _of_more_ranks(
     points: Points, machine: Machine, kind: CollectiveKind, of_two: CollectiveConstants
-) -> tuple[dict[str, float], str] | None:
-    """Return the figures of more than two ranks by name, and what they follow from; None if more ranks measured nothing."""
+) -> tuple[dict[str, object], str] | None:
+    """Return the figures of more than two ranks by name, and what they follow from; None if more ranks measured nothing.
+
+    Ranks that send to one peer (`send_recv`) use the link as two ranks do, so they have no such figures.
+    """
     usual, link = communication_footprint(machine.gpu, "nccl").num_ctas, machine.link.per_peer_bytes_per_s
-    found = [each for each in points.all("collective_us", kind=kind, ctas="usual") if num_ranks(each) > 2]
-    large = [_sample(each, kind, usual) for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
-    if not large:
+    found = [each for each in points.all("collective_us", kind=kind) if num_ranks(each) > 2]
+    large = [each for each in found if float(each.at["bytes"]) >= LARGE_BYTES]
+    if kind == "send_recv" or not any(each.at["ctas"] == "usual" for each in large):
         return None
-    by_ctas = usual * of_two.bytes_per_s_per_cta
+    weighted = large + [each for each in large if each.at["ctas"] == "usual"] * USUAL_WEIGHT
+    has_less = any(each.at["ctas"] != "usual" for each in large)
+
+    def tried(figures: Sequence[float]) -> CollectiveConstants:
+        by_cta = figures[1] if has_less else of_two.bytes_per_s_per_cta
+        more = {"link_fraction_of_more": figures[0], "bytes_per_s_per_cta_of_more": by_cta}
+        return msgspec.structs.replace(of_two, **more)
 
     def error(figures: Sequence[float]) -> float:
-        rate = smooth_minimum(by_ctas, figures[0] * link)
-        return log_error((of_two.latency_us + US_PER_S * moved / rate, time_us) for _, moved, time_us in large)
+        if not LEAST_FRACTION <= figures[0] <= 1:
+            return math.inf
+        constants = tried(figures).of_ranks(num_ranks(large[0]))
+        return log_error((_time_us(constants, each, kind, usual, link), each.value) for each in weighted)
 
-    (fraction,), left = minimize(error, [of_two.link_fraction])
+    start = [of_two.link_fraction, of_two.bytes_per_s_per_cta]
+    best, left = minimize(error, start if has_less else start[:1])
+    constants = tried(best)
+    figures: dict[str, object] = {
+        "link_fraction_of_more": float(f"{best[0]:.3g}"),
+        "latency_us_by_bytes_of_more": _small_latencies(found, kind, usual, constants, link),
+    }
+    if has_less:
+        figures["bytes_per_s_per_cta_of_more"] = float(f"{best[1]:.4g}")
     ranks = sorted({num_ranks(each) for each in found})
-    told = f"{len(large)} times of {format_numbers(ranks)} ranks; mean error of the fit {100 * left:.1f} %"
-    return {"link_fraction_of_more": float(f"{fraction:.3g}")}, told
+    told = f"{len(found)} times of {format_numbers(ranks)} ranks; mean error of the fit {100 * left:.1f} %"
+    return figures, told
+
+
+def _time_us(constants: CollectiveConstants, each: Point, kind: CollectiveKind, usual: int, link: float) -> float:
+    """Return the time of a measured collective by the simulator's formula."""
+    num_ctas, moved, _ = _sample(each, kind, usual)
+    by_cta = constants.bytes_per_s_per_cta
+    if num_ctas < usual:
+        by_cta = constants.rate_of_few(moved / (num_ranks(each) - 1) if kind == "all_to_all" else moved, num_ctas)
+    return constants.latency_us + US_PER_S * moved / smooth_minimum(num_ctas * by_cta, constants.link_fraction * link)
+
+
+def _small_latencies(
+    found: Sequence[Point], kind: CollectiveKind, usual: int, constants: CollectiveConstants, link: float
+) -> tuple[tuple[float, float], ...]:
+    """Return the latencies by bytes of small messages of the usual CTAs: their times beyond those of their bytes."""
+    small = []
+    for each in found:
+        num_bytes = float(each.at["bytes"])
+        if each.at["ctas"] == "usual" and num_bytes < LARGE_BYTES:
+            own = constants.of_ranks(num_ranks(each))
+            moving_us = _time_us(own, each, kind, usual, link) - own.latency_us
+            small.append((num_bytes, round(max(0.0, each.value - moving_us), 2)))
+    return _rising(small, constants.latency_us)
 
 
 def more_ranks_alone(

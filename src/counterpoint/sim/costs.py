@@ -34,6 +34,7 @@ SumBy = Literal[
     "torch", "one kernel"
 ]  # what adds the blocks: until 2026-11-26 torch's sum, which nothing simulates any more
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
+MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
@@ -49,6 +50,12 @@ def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
     if kind in ("all_gather", "reduce_scatter", "all_to_all"):
         return share * num_bytes
     return float(num_bytes) if group_size > 1 else 0.0
+
+
+def bytes_to_a_peer(collective: Collective) -> float:
+    """Return the bytes that a rank sends to each of its peers, of those to whom it sends."""
+    moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+    return moved / max(1, collective.group_size - 1) if collective.collective == "all_to_all" else moved
 
 
 class CostModel:
@@ -287,14 +294,15 @@ class CostModel:
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
-        constants = self._calibration.collectives[collective.collective]
+        constants = self._constants_of(collective)
         link_limit = self._link_limit(collective, constants)
         reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
         threads = planned.threads_per_cta / usual.threads_per_cta
         by_cta = constants.bytes_per_s_per_cta
         if planned.num_ctas < usual.num_ctas:
-            moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
-            by_cta = constants.rate_of_few(moved, planned.num_ctas)
+            link_limit = self._limit_of_lone_time(collective, constants) or link_limit
+            reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
+            by_cta = constants.rate_of_few(bytes_to_a_peer(collective), planned.num_ctas)
         link_per_cta = by_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
@@ -307,8 +315,8 @@ class CostModel:
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a light kernel that does a collective with `planned.num_ctas` CTAs."""
-        constants = self._calibration.light_collectives[collective.collective]
-        link_limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
+        constants = self._calibration.light_collectives[collective.collective].of_ranks(collective.group_size)
+        link_limit = self._wire_bytes_per_s(collective) * constants.link_fraction
         rate = smooth_minimum(planned.num_ctas * constants.bytes_per_s_per_cta, link_limit) / planned.num_ctas
         moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size) / planned.num_ctas
         lone_us = constants.latency_us + collective.peer_wait_us + US_PER_S * moved / rate
@@ -407,6 +415,10 @@ class CostModel:
             return self.lone_us(self._sum(collective))
         return US_PER_S * 2 * collective.num_bytes / collective.group_size / self.hbm_bytes_per_s
 
+    def _constants_of(self, collective: Collective) -> CollectiveConstants:
+        """Return the constants of the collective's kind for its number of ranks."""
+        return self._calibration.collectives[collective.collective].of_ranks(collective.group_size)
+
     def _link(self, collective: Collective) -> Link:
         """Return the link that the collective uses. A collective with more ranks than a node has GPUs gets here only with
         its measured time.
@@ -421,12 +433,28 @@ class CostModel:
 
     def _link_limit(self, collective: Collective, constants: CollectiveConstants) -> float:
         """Return the link limit of the collective; over several nodes it is the measured rate, because no model exists."""
-        stated = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
+        stated = self._wire_bytes_per_s(collective) * constants.link_fraction
         if collective.lone_us is None or not leaves_node(collective, self.machine):
             return stated
         moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
         moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
         return min(moved * US_PER_S / moving_us, self.machine.link.bytes_per_s) or stated
+
+    def _limit_of_lone_time(self, collective: Collective, constants: CollectiveConstants) -> float | None:
+        """Return the link limit with which a collective takes its lone time; None if it has none, or its CTAs explain it.
+
+        A collective that took longer than its bytes was held up by the link or by other ranks. Fewer CTAs do not multiply
+        that time, so it must not count as time of its CTAs.
+        """
+        if collective.lone_us is None or leaves_node(collective, self.machine):
+            return None
+        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
+        moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
+        rate, by_ctas = moved * US_PER_S / moving_us, self.footprint(collective).num_ctas * constants.bytes_per_s_per_cta
+        if not 0 < rate < MOST_OF_CTAS * by_ctas:
+            return None
+        limit = float((rate**-EXPONENT - by_ctas**-EXPONENT) ** (-1 / EXPONENT))
+        return min(limit, self._wire_bytes_per_s(collective))
 
     def _copies(self, lone_us: float, collective: Collective) -> CopyWork:
         """Return the copies of a rank to its peers, one after the other; another collective's copies may use the rest of
@@ -442,8 +470,8 @@ class CostModel:
         return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
-        constants: CollectiveConstants = self._calibration.collectives[collective.collective]
-        limit = self._wire_bytes_per_s(collective) * constants.fraction_of_link(collective.group_size)
+        constants = self._constants_of(collective)
+        limit = self._wire_bytes_per_s(collective) * constants.link_fraction
         rate = smooth_minimum(footprint.num_ctas * constants.bytes_per_s_per_cta, limit)
         moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
         return constants.latency_us_of(collective.num_bytes) + US_PER_S * moved / rate
