@@ -144,7 +144,7 @@ def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("fsdp2.rank0: 276 kernels, 18 collectives of 6.751 GiB")
-    assert any(line.startswith("GAIN  copy engines: ") for line in lines)
+    assert any(line.startswith("GAIN  copy engines, reductions too: ") for line in lines)
     order = ["candidate (simulated)", "to apply", "left out", "before "]
     places = [next(place for place, line in enumerate(lines) if line.startswith(start)) for start in ("GAIN  ", *order)]
     assert places == sorted(places)
@@ -335,7 +335,7 @@ def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first, _, told = done.stdout.partition("\n\n")
     assert first == "$ counterpoint tune fsdp2.rank0.json.gz"
-    assert "\nGAIN  copy engines: " in told
+    assert "\nGAIN  copy engines, reductions too: " in told
     for line in re.findall(r"counterpoint [a-z].*", told.partition("\nNext\n")[2]):
         command, *rest = shlex.split(line)[1:]
         assert (command,) in COMMANDS
