@@ -130,8 +130,12 @@ def test_with_the_simulator_for_a_clock_the_choice_is_its_best_applicable_trial(
     able = [trial for trial in able if not obstacle or "transport" not in trial.families]
     best = min(able, key=lambda trial: trial.makespan_us)
     assert ("transport" in best.families) == (not obstacle)
-    assert tuning.plan.directives == best.directives
-    assert tuning.plan.expectation.planned_us == pytest.approx(best.makespan_us)
+    # measured tuning also tries a cap of one CTA less, which no simulation proposes, and this clock may find it faster
+    added = [each for each in tuning.plan.directives if each not in best.directives]
+    assert set(best.directives) <= set(tuning.plan.directives)
+    assert all("some kernels are faster so" in each.reason for each in added)
+    assert tuning.plan.expectation.planned_us <= best.makespan_us * (1 + 1e-6)
+    assert bool(added) == (tuning.plan.expectation.planned_us < best.makespan_us * (1 - 1e-6))
     assert tuning.plan.expectation.planned_us < tuning.plan.expectation.baseline_us
 
 
