@@ -176,7 +176,7 @@ def test_collectives_that_can_be_copies_are_a_row_that_is_measured_simulated_and
     assert rows[COPY_ENGINES].is_engaged
     assert rows[COPY_ENGINES].measured_us == 700.0
     _, simulated = simulated_rows(READ.step, H200, {PLAIN: LEAVE_IT, COPY_ENGINES: MOVED_PLAN})
-    assert rows[COPY_ENGINES].simulated_us == pytest.approx(simulated[-1].simulated_us, rel=0.01)
+    assert rows[COPY_ENGINES].simulated_us == pytest.approx(simulated[-1].simulated_us, rel=0.02)
     assert rows[COPY_ENGINES].simulated_us != rows[PLAIN].simulated_us
     assert not rows[COPY_ENGINES].is_identical
     assert rows[SEQUENTIAL].is_identical
