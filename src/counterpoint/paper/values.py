@@ -1,17 +1,17 @@
 """The results of the first paper's grid and sweeps: rows of variants, whole grids, and points of a sweep."""
 
 from collections.abc import Iterable
-from typing import Self
+from typing import Literal, Self
 
 from msgspec.structs import replace
 
 from counterpoint.paper.cases import Axis
 from counterpoint.plan import Plan
-from counterpoint.sim.costs import SumBy
 from counterpoint.value import Value
 
 PLAIN, SEQUENTIAL, CHOICE, COPY_ENGINES = "plain overlap", "sequential", "planner's choice", "copy engines"
 PRIORITY = "priority"
+SumBy = Literal["torch", "one kernel"]  # what adds the blocks; torch did until 2026-11-26, and nothing simulates that now
 
 
 class Energy(Value, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ its bytes on the wire divided by the link's bandwidth.
 
 import math
 from functools import cache
-from typing import Literal
 
 import msgspec
 
@@ -30,9 +29,6 @@ SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=
 SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
 SUM_CTAS_PER_SM = 2
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
-SumBy = Literal[
-    "torch", "one kernel"
-]  # what adds the blocks: until 2026-11-26 torch's sum, which nothing simulates any more
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
@@ -369,11 +365,8 @@ class CostModel:
         block, and for an all-reduce the copies of the sums back.
         """
         ranks = collective.group_size
-        rate = self._copy_bytes_per_s(collective)
-        block_bytes = collective.num_bytes / ranks
-        latency_us = self._calibration.copy_latency_us.value * ranks
-        moved_us = latency_us + US_PER_S * block_bytes * (ranks - 1) / rate
-        copies = self._copies(moved_us, collective)
+        moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)
+        copies = self._copies(self._calibration.copy_latency_us.value * ranks + moved_us, collective)
         return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
 
     def _sum(self, collective: Collective) -> Kernel:

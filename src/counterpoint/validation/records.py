@@ -13,8 +13,9 @@ import msgspec
 from counterpoint.controls import Transport
 from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.files import read_limited
+from counterpoint.paper.values import SumBy
 from counterpoint.plan import Plan
-from counterpoint.sim.costs import SUMMED_COLLECTIVES, SumBy
+from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.step import Collective, Step
 from counterpoint.validation.cases import set_digest
 from counterpoint.value import Value, write_whole
