@@ -1,20 +1,27 @@
 """What starts ranks on this host without an agent of torch, which takes as long to import torch as each rank does."""
 
 import contextlib
+import random
 import socket
 import sys
 from pathlib import Path
 
+PORTS = range(20_000, 32_000)
 SCRIPT = Path(__file__).parent / "jobs" / "ranks_of_node.py"
 
 
 def free_ports(number: int) -> list[int]:
-    """Different ports of this host that nobody uses."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """Different ports of this host that nobody uses, drawn from those that the system gives to no connection by itself: one
+    of these could be gone before the job listens.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", port))
+            found.append(port)
+        if len(found) == number:
+            break
+    return found
 
 
 def free_port() -> int:
