@@ -151,7 +151,7 @@ def _block_sum(points: Points, machine: Machine) -> Fitted | None:
     each_us = [time.value / number for time, number in zip(times, parts, strict=True)]
     spread = (max(each_us) - min(each_us)) / 2 / statistics.fmean(each_us)
     source = (
-        "the kernel that adds blocks, 2, 4 and 8 of 32 MiB in bf16, none in L2; 8 KiB of a block by one of two CTAs on an SM"
+        "the kernel that adds 2, 4 and 8 bf16 blocks of 32 MiB, none in L2: 8 KiB of a block by one of two CTAs on an SM"
     )
     return Fitted(value=statistics.fmean(each_us), spread=spread, source=source)
 

@@ -54,6 +54,12 @@ def bytes_to_a_peer(collective: Collective) -> float:
     return moved / max(1, collective.group_size - 1) if collective.collective == "all_to_all" else moved
 
 
+def _rate_of(collective: Collective, lone_us: float, constants: CollectiveConstants) -> float:
+    """Return the bytes per second on the wire of a collective by kernels that takes this time, beyond its latency."""
+    moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
+    return moved * US_PER_S / max(LEAST_US, lone_us - constants.latency_us_of(collective.num_bytes))
+
+
 class CostModel:
     """The costs of operations on one machine, at a share of the clock at which lone times were taken."""
 
@@ -291,14 +297,12 @@ class CostModel:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""
         usual = self.footprint(collective)
         constants = self._constants_of(collective)
-        link_limit = self._link_limit(collective, constants)
-        reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
-        threads = planned.threads_per_cta / usual.threads_per_cta
-        by_cta = constants.bytes_per_s_per_cta
+        link_limit, by_cta = self._link_limit(collective, constants), constants.bytes_per_s_per_cta
         if planned.num_ctas < usual.num_ctas:
             link_limit = self._limit_of_lone_time(collective, constants) or link_limit
-            reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
             by_cta = constants.rate_of_few(bytes_to_a_peer(collective), planned.num_ctas)
+        reference = smooth_minimum(usual.num_ctas * constants.bytes_per_s_per_cta, link_limit) / usual.num_ctas
+        threads = planned.threads_per_cta / usual.threads_per_cta
         link_per_cta = by_cta * threads**self._calibration.bandwidth_per_threads.value
         alone = smooth_minimum(planned.num_ctas * link_per_cta, link_limit) / planned.num_ctas
         lone_us = collective.lone_us if collective.lone_us is not None else self._collective_us(collective, usual)
@@ -429,9 +433,7 @@ class CostModel:
         stated = self._wire_bytes_per_s(collective) * constants.link_fraction
         if collective.lone_us is None or not leaves_node(collective, self.machine):
             return stated
-        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
-        moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
-        return min(moved * US_PER_S / moving_us, self.machine.link.bytes_per_s) or stated
+        return min(_rate_of(collective, collective.lone_us, constants), self.machine.link.bytes_per_s) or stated
 
     def _limit_of_lone_time(self, collective: Collective, constants: CollectiveConstants) -> float | None:
         """Return the link limit with which a collective takes its lone time; None if it has none, or its CTAs explain it.
@@ -441,9 +443,8 @@ class CostModel:
         """
         if collective.lone_us is None or leaves_node(collective, self.machine):
             return None
-        moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
-        moving_us = max(LEAST_US, collective.lone_us - constants.latency_us_of(collective.num_bytes))
-        rate, by_ctas = moved * US_PER_S / moving_us, self.footprint(collective).num_ctas * constants.bytes_per_s_per_cta
+        rate = _rate_of(collective, collective.lone_us, constants)
+        by_ctas = self.footprint(collective).num_ctas * constants.bytes_per_s_per_cta
         if not 0 < rate < MOST_OF_CTAS * by_ctas:
             return None
         limit = float((rate**-EXPONENT - by_ctas**-EXPONENT) ** (-1 / EXPONENT))
