@@ -68,7 +68,7 @@ def warm_up(arrived: Arrived, out: torch.Tensor) -> None:
 
 
 def _launch(arrived: Arrived, out: torch.Tensor, divisor: float, copy: torch.Tensor | None) -> bool:
-    """Launch the kernel; return False, and log why once, if it cannot be compiled here, for want of a C compiler say."""
+    """Launch the kernel. Return False, and log the reason once, if Triton cannot compile it, as without a C compiler."""
     from counterpoint.cuda.sum_kernel import add_blocks  # noqa: PLC0415  needs Triton
 
     try:
