@@ -109,17 +109,25 @@ class FakeTable:
 
 
 class FakeClock(AbstractStepClock):
-    """Time passes by `advance`; a mark is known once the host is `lag` steps past it."""
+    """The GPU's time passes by `advance`; a mark is known once the host is `lag` steps past it, or has waited.
+
+    The host issues the next step in `issue_us`, and the GPU cannot end it before.
+    """
 
     def __init__(self, lag: int) -> None:
-        self.now_us = 0.0
-        self.step = 0
+        self.now_us = self._host_us = 0.0
+        self.step = self._caught_up_at = 0
         self.fails_from = NEVER
-        self.lag = lag
+        self.lag, self.issue_us = lag, 0.0
 
     def advance(self, step_us: float) -> None:
-        self.now_us += step_us
+        self._host_us += self.issue_us
+        self.now_us = max(self.now_us + step_us, self._host_us)
         self.step += 1
+
+    def catch_up(self) -> None:
+        """The host waits for the GPU."""
+        self._host_us, self._caught_up_at = self.now_us, self.step
 
     def mark(self) -> tuple[int, float]:
         if self.step >= self.fails_from:
@@ -127,7 +135,7 @@ class FakeClock(AbstractStepClock):
         return self.step, self.now_us
 
     def elapsed_us(self, start: tuple[int, float], end: tuple[int, float]) -> float | None:
-        return end[1] - start[1] if self.step >= end[0] + self.lag else None
+        return end[1] - start[1] if self.step >= end[0] + self.lag or self._caught_up_at >= end[0] else None
 
 
 class FakeRank:
@@ -187,6 +195,7 @@ class FakeRank:
     def _hold(self) -> None:
         self.held_steps.add(len(self.in_force))
         self._let_others_run()
+        self.clock.catch_up()
 
     def _step_ended(self) -> None:
         """As the agent in a job does it: what fails ends it, once no other rank depends on it."""

@@ -106,12 +106,19 @@ class PathsJob:
         """The ranks of the double."""
         return self.job.ranks
 
-    def run(self, num_steps: int, path_time: PathTime, silent: frozenset[int] = frozenset()) -> None:
-        """See `FakeJob.run`; every rank's paths are noted as a step begins."""
+    def run(
+        self,
+        num_steps: int,
+        path_time: PathTime,
+        silent: frozenset[int] = frozenset(),
+        issue_us: Callable[[Paths], float] = lambda paths: 0.0,
+    ) -> None:
+        """See `FakeJob.run`; every rank's paths are noted as a step begins. `issue_us`: how long the host issues a step."""
 
         def step_time(rank: int, step: int, rules: Rules) -> float:
             paths = self.paths[rank]
             paths.history.append(paths.in_force)
+            self.ranks[rank].clock.issue_us = issue_us(paths.in_force)
             return path_time(rank, step, paths.in_force)
 
         self.job.run(num_steps, step_time, silent)

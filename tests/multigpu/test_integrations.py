@@ -1,5 +1,6 @@
 """DDP, FSDP2 and tensor parallelism on two GPUs: copy engines against stock PyTorch, and a rank that stays away."""
 
+import re
 import subprocess
 from collections.abc import Callable
 
@@ -98,5 +99,5 @@ def test_asynchronous_and_captured_collectives_and_the_librarys_own_divisor(star
     done = start_ranks("bare_collectives")
     print(done.stdout[-4000:], done.stderr[-3000:])
     assert done.returncode == 0
-    said = [line for line in done.stdout.splitlines() if line.startswith("rank 0: ")]
-    assert said == [f"rank 0: {name}: ok" for name in ("overlapping", "streams", "captured", "divisor")]
+    said = re.findall(r"rank 0: (\w+): ok", done.stdout)  # two ranks may write on one line
+    assert said == ["overlapping", "streams", "captured", "divisor"]

@@ -130,6 +130,25 @@ def test_a_gain_by_paths_is_found_kept_proven_and_guarded() -> None:
         assert [counts.num_by_copies for counts in kept.paths] == [paths.history.count(found)] * len(found.targets)
 
 
+@pytest.mark.parametrize(("issue_us", "verdict"), [(1180.0, "NO_GAIN"), (780.0, "GAIN")])
+def test_a_lead_of_the_host_from_other_turns_does_not_hide_that_a_path_waits_for_the_host(
+    issue_us: float, verdict: str
+) -> None:
+    """A step by copies takes the GPU 800 instead of 1000 us; the host, which issues the library's in 200, is the limit."""
+    job = PathsJob(UNGUARDED)
+    job.run(400, by_paths(0.2), issue_us=lambda paths: 200.0 if paths == LIBRARY else issue_us)
+    assert found_plan(job).verdict == verdict
+    assert not job.apart()
+
+
+def test_the_guard_takes_out_a_path_whose_steps_wait_for_the_host_by_now() -> None:
+    job = PathsJob(TUNING)
+    for path_us in (780.0, 1180.0):
+        job.run(400, by_paths(0.2), issue_us=lambda paths, path_us=path_us: 200.0 if paths == LIBRARY else path_us)
+    assert any("taken out after" in line for line in job.ranks[0].said)
+    assert not job.apart()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_first_steps_on_a_path_which_compile_and_record_are_not_held_against_it(num_ranks: int) -> None:
     """Among many candidates each has two turns, and such steps would be most of a path's."""

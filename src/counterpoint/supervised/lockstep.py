@@ -4,7 +4,7 @@ A rule of the launch filter concerns one rank only, so a rank that reads of it l
 ranks: if one rank gives a collective to copy engines and another to the library, the collective never ends. So rank 0
 publishes a horizon: everything that takes effect before that step has been announced. A rank that reaches the horizon
 waits for a later one. Rank 0 keeps the horizon some steps ahead of itself, so only a rank that is that far ahead of rank
-0 ever waits; and no rank waits for the GPU.
+0 ever waits.
 """
 
 from typing import final

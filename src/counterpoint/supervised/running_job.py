@@ -1,8 +1,8 @@
 """The running job as tuning sees it: a clock of its steps, its GPU, the filter's table, its ranks and their paths.
 
 Holds the interfaces, and implementations without torch or launches. A clock never waits: a time that is not known yet is
-None, and the caller asks again a step later. So the job is never delayed, except where its ranks wait for each other
-(`lockstep.py`).
+None, and the caller asks again. So the job is never delayed, except while paths are switched: then its ranks wait for each
+other (`lockstep.py`), and for the GPU before each turn (`follower.py`).
 """
 
 import time

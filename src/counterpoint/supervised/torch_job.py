@@ -1,7 +1,6 @@
 """The running job in torch: GPU events at step boundaries, the store that connects its ranks, its GPU.
 
-Times come from CUDA events on the stream that is current at the boundary. They are only queried, so the host never waits
-for the GPU.
+Times come from CUDA events on the stream that is current at the boundary. They are only queried.
 """
 
 import os

@@ -93,7 +93,9 @@ class LiveTuner:
                     self._course.throw(TuningStopped(f"{NO_ANSWER} within {self._hold_limit_s:g} s"))
             while next(self._course) is HELD:
                 if not held.wait():
-                    self._course.throw(TuningStopped(f"a rank did not reach this step within {self._hold_limit_s:g} s"))
+                    self._course.throw(
+                        TuningStopped(f"a rank or its GPU did not reach this step within {self._hold_limit_s:g} s")
+                    )
         except StopIteration:
             self._follower.lockstep.end()
             self._follower.in_force.keep_paths()
