@@ -14,6 +14,7 @@ GROUPS = {
     "fsdp2": ("fsdp2_steps", "fsdp2_small_groups_stay", "fsdp2_refuses_a_buffer_in_use"),
     "the job's own collectives": (
         "bare_collectives_give_the_librarys_results",
+        "bare_collectives_repeated",
         "bare_collectives_in_place",
         "bare_collectives_left_to_the_library",
         "bare_collectives_leave_ddp_alone",

@@ -13,6 +13,7 @@ SECTIONS = (
     "all_reduces",
     "reduce_scatters",
     "bare_collectives_give_the_librarys_results",
+    "bare_collectives_repeated",
     "bare_collectives_in_place",
     "bare_collectives_left_to_the_library",
     "bare_collectives_leave_ddp_alone",

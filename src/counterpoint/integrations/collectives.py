@@ -187,7 +187,8 @@ class ReplacedCollectives:
         if copies is None:
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
         length = self._part_elements(tensor, -(-tensor.numel() // copies.num_ranks), copies.num_ranks)
-        parts = tensor.view(-1).split(length * copies.num_ranks)
+        flat = tensor.view(-1)
+        parts = (flat,) if length * copies.num_ranks >= len(flat) else flat.split(length * copies.num_ranks)
         pieces: list[Piece] = [functools.partial(all_reduce, bucket=part, wire=AsIs(is_mean=op == AVG)) for part in parts]
         if not copies.have_memory(length * tensor.itemsize, len(pieces)):
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
@@ -198,21 +199,22 @@ class ReplacedCollectives:
         kind: CollectiveKind,
         group: Group | None,
         tensors: Sequence[torch.Tensor],
-        part_bytes: Callable[[], int],
+        bytes_of_part: Callable[[], int],
         op: Any = None,
     ) -> PiecewiseCopies | None:
         """Return the copies for this collective, or None if the library does it; that is counted with the reason."""
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
         obstacle = self._obstacle(found, tensors, op)
-        is_large = not obstacle and part_bytes() >= self._least_part_bytes
+        part_bytes = 0 if obstacle else bytes_of_part()
+        is_large = not obstacle and part_bytes >= self._least_part_bytes
         self._num_large[kind] += is_large
         if obstacle or kind not in self._on:
             tally.count_library(obstacle if kind in self._on else SWITCHED_OFF)
             return None
         assert isinstance(found, dist.ProcessGroup)
         lanes = self._lanes_of(found, tensors[0].device)
-        if tally.is_librarys(part_bytes() * self._num_hosts(lanes, part_bytes()), "", found):  # small ones need no lanes
+        if tally.is_librarys(part_bytes * self._num_hosts(lanes, part_bytes), "", found):  # small ones need no lanes
             return None
         obstacle = lanes.obstacle_to(kind, max(tensor.nbytes for tensor in tensors)) or lanes.obstacle
         if obstacle:

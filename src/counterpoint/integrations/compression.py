@@ -47,6 +47,11 @@ class AbstractWire(ABC):
         """Whether the library can add up blocks of several hosts."""
         return True
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells this format's work at the same addresses from another's; nothing if it takes memory of its own."""
+        return ()
+
 
 @final
 class AsIs(AbstractWire):
@@ -67,6 +72,11 @@ class AsIs(AbstractWire):
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`: the blocks are the bucket."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """See `AbstractWire.key`."""
+        return ("mean" if self._is_mean else "sum",)
 
 
 @final

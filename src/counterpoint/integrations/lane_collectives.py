@@ -14,7 +14,8 @@ faster; below 4 MiB is an assumption). Without peer access, or when symmetric me
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -165,7 +166,8 @@ def future_of(result: torch.Tensor, streams: Sequence[Any], value: Any = None) -
     future = torch.futures.Future(devices=[result.device])
     *others, last = streams
     # a future records the streams that are current when it is set
-    with torch.cuda.stream(last):
+    is_current = last == torch.cuda.current_stream(result.device)
+    with nullcontext() if is_current else torch.cuda.stream(last):
         for stream in others:
             last.wait_stream(stream)
         result.record_stream(last)
@@ -178,19 +180,23 @@ def all_reduce(lane: AbstractLane, levels: HostLevels, bucket: torch.Tensor, wir
 
     Returns the bytes that copies sent from this rank. Raises `RefusedTogetherError` before the bucket has changed.
     """
-    blocks = wire.encode(bucket, lane.num_ranks)
-    levels.reserve(lane, max(block.nbytes for block in blocks))
-    arrived = lane.exchange(blocks)
-    own = blocks[lane.rank]
-    shared = lane.shared(own.numel(), own.dtype)
-    wire.reduce(arrived, shared, levels.num_hosts, own if levels.num_hosts == 1 else None)
-    lane.release()
-    levels.all_reduce(shared)
-    lane.fetch(blocks)
-    if levels.num_hosts > 1:
-        own.copy_(shared)
-    wire.decode(blocks, bucket)
-    return sum(int(block.nbytes) for block in blocks) + (lane.num_ranks - 2) * int(own.nbytes)
+
+    def issue() -> int:
+        blocks = wire.encode(bucket, lane.num_ranks)
+        levels.reserve(lane, max(block.nbytes for block in blocks))
+        arrived = lane.exchange(blocks)
+        own = blocks[lane.rank]
+        shared = lane.shared(own.numel(), own.dtype)
+        wire.reduce(arrived, shared, levels.num_hosts, own if levels.num_hosts == 1 else None)
+        lane.release()
+        levels.all_reduce(shared)
+        lane.fetch(blocks)
+        if levels.num_hosts > 1:
+            own.copy_(shared)
+        wire.decode(blocks, bucket)
+        return sum(int(block.nbytes) for block in blocks) + (lane.num_ranks - 2) * int(own.nbytes)
+
+    return _repeat(lane, levels, (*wire.key, bucket), issue) if wire.key else issue()
 
 
 def reduce_scatter(
@@ -200,15 +206,19 @@ def reduce_scatter(
 
     Returns the bytes that copies sent from this rank. Raises `RefusedTogetherError` before anything has changed.
     """
-    num_bytes = levels.num_hosts * int(output.nbytes)
-    levels.reserve(lane, num_bytes)
-    arrived = lane.exchange([levels.of_place(peer, blocks) for peer in range(lane.num_ranks)])
-    here = output if levels.num_hosts == 1 else output.new_empty(levels.num_hosts * output.numel())
-    sum_arrived(arrived, here, divisor)
-    lane.release()
-    if here is not output:
-        levels.reduce_scatter(output, here)
-    return (lane.num_ranks - 1) * num_bytes
+
+    def issue() -> int:
+        num_bytes = levels.num_hosts * int(output.nbytes)
+        levels.reserve(lane, num_bytes)
+        arrived = lane.exchange([levels.of_place(peer, blocks) for peer in range(lane.num_ranks)])
+        here = output if levels.num_hosts == 1 else output.new_empty(levels.num_hosts * output.numel())
+        sum_arrived(arrived, here, divisor)
+        lane.release()
+        if here is not output:
+            levels.reduce_scatter(output, here)
+        return (lane.num_ranks - 1) * num_bytes
+
+    return _repeat(lane, levels, ("reduce_scatter", divisor, output, blocks), issue)
 
 
 def all_gather(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, given: torch.Tensor) -> int:
@@ -216,25 +226,45 @@ def all_gather(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, gi
 
     Returns the bytes that copies sent from this rank. Raises `RefusedTogetherError` before anything has changed.
     """
-    num_bytes = levels.num_hosts * int(given.nbytes)
-    levels.reserve(lane, num_bytes)
-    shared = lane.shared(levels.num_hosts * given.numel(), given.dtype)
-    levels.gather(shared, given)
-    targets = [levels.of_place(peer, outputs) for peer in range(lane.num_ranks)]
-    own = targets[lane.rank]
-    if levels.num_hosts > 1 or own.data_ptr() != given.data_ptr():
-        own.copy_(shared.view(own.shape))
-    lane.fetch(targets)
-    return (lane.num_ranks - 1) * num_bytes
+
+    def issue() -> int:
+        num_bytes = levels.num_hosts * int(given.nbytes)
+        levels.reserve(lane, num_bytes)
+        shared = lane.shared(levels.num_hosts * given.numel(), given.dtype)
+        levels.gather(shared, given)
+        targets = [levels.of_place(peer, outputs) for peer in range(lane.num_ranks)]
+        own = targets[lane.rank]
+        if levels.num_hosts > 1 or own.data_ptr() != given.data_ptr():
+            own.copy_(shared.view(own.shape))
+        lane.fetch(targets)
+        return (lane.num_ranks - 1) * num_bytes
+
+    return _repeat(lane, levels, ("all_gather", outputs, given), issue)
 
 
 def gather_in_place(lane: AbstractLane, levels: HostLevels, output: torch.Tensor) -> None:
     """Fill in all parts of `output` (flat), which the lane's `gathered` returned, but the group's own."""
-    parts = output.view(levels.group.size(), -1)
-    places = [levels.of_place(peer, parts) for peer in range(lane.num_ranks)]
+
+    def issue() -> int:
+        parts = output.view(levels.group.size(), -1)
+        places = [levels.of_place(peer, parts) for peer in range(lane.num_ranks)]
+        if levels.num_hosts > 1:
+            own = places[lane.rank]
+            arrived = output.new_empty(own.numel())
+            levels.gather(arrived, parts[levels.group.rank()])
+            own.copy_(arrived.view(own.shape))
+        lane.gather(places)
+        return 0
+
+    _repeat(lane, levels, ("gather_in_place", output), issue)
+
+
+def _repeat(lane: AbstractLane, levels: HostLevels, key: tuple[Any, ...], issue: Callable[[], int]) -> int:
+    """Issue, or replay a recording of the same at the same addresses. The library's part between hosts is never recorded."""
     if levels.num_hosts > 1:
-        own = places[lane.rank]
-        arrived = output.new_empty(own.numel())
-        levels.gather(arrived, parts[levels.group.rank()])
-        own.copy_(arrived.view(own.shape))
-    lane.gather(places)
+        return issue()
+    return lane.repeat(tuple(_place_of(part) if isinstance(part, torch.Tensor) else part for part in key), issue)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -39,19 +39,22 @@ class PiecewiseCopies:
         """Issue every piece on the next lane; the first of `tensors` is the result."""
         streams: list[Any] = []
         num_bytes = 0
+        future = None
         with torch.no_grad():
-            for piece in pieces:
+            for number, piece in enumerate(pieces, 1):
                 lane = self._lanes.next()
                 with lane.issuing():
                     num_bytes += piece(lane, self._lanes.levels)
                     streams += streams_of(tensors[0])
+                    if async_op and number == len(pieces):  # the last lane's stream is current
+                        # the library's futures return lists of results
+                        future = future_of(tensors[0], streams, [tensors[0]])
         self._tally.count_copies(num_bytes, self._lanes.num_hosts)
-        if not async_op:
+        if future is None:
             for stream in streams:
                 torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
             return None
         for tensor in tensors:
             for stream in streams:
                 tensor.record_stream(stream)
-        # the library's futures return lists of results
-        return torch._C._distributed_c10d._create_work_from_future(future_of(tensors[0], streams, [tensors[0]]))
+        return torch._C._distributed_c10d._create_work_from_future(future)

@@ -55,7 +55,7 @@ class Shared(NamedTuple):
     group_name: str
     flags: Flags
     order: CallOrder
-    recordings: Recordings
+    recordings: Recordings[Graph]
     memory: Callable[[], SymmetricMemory]
 
     def stream(self, name: str) -> torch.cuda.Stream:

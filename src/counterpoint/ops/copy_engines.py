@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from torch._C import _CUDAGraph as Graph
 
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
@@ -43,7 +44,7 @@ class CopyEngines(AbstractTransport):
         self._prepared: list[CompiledCopies] = []
         self._flags = Flags(group, device, agreement, [int(number == FREE) for number in range(MAX_FLAGS)])
         self._order = CallOrder(self._flags.watch)
-        self._recordings = Recordings(is_enabled=is_possible())
+        self._recordings: Recordings[Graph] = Recordings(is_enabled=is_possible())
 
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
         """See `AbstractTransport.prepare`."""

@@ -1,8 +1,10 @@
 """A lane on GPUs: copy engines push blocks into, and pull shared parts out of, other GPUs' symmetric memory.
 
-`lane_steps.py` has the order of flags and copies; this module issues it.
+`lane_steps.py` has the order of flags and copies; this module issues it. What repeats at the same addresses is recorded and
+replayed (`graph_cache.py`): with two ranks an all-reduce is eleven driver calls and a kernel.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -10,15 +12,17 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
+from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.block_sums import Arrived
 from counterpoint.cuda.driver import check
+from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
+from counterpoint.ops.graph_cache import Key, Recordings, capture, is_capturing, is_possible, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
-from counterpoint.ops.streams import stream_of
+from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.units import format_bytes
 
@@ -26,6 +30,7 @@ Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # the driver's; torch uses the highest that it has
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MAX_PITCH = 2**31 - 1  # of a copy of rows: CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all GPUs so far
+logger = logging.getLogger("counterpoint")
 Pitched = tuple[int, int]  # an address, and the bytes from the start of one row there to the start of the next
 
 
@@ -37,6 +42,13 @@ class PitchedRows(NamedTuple):
     pitch: int
 
 
+class Recorded(NamedTuple):
+    """The recording of what `repeat` was given, and its result."""
+
+    graph: Graph
+    result: int
+
+
 @final
 class CopyLane(AbstractLane):
     """Symmetric memory, flags and a stream of one group on one GPU.
@@ -46,7 +58,7 @@ class CopyLane(AbstractLane):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, name: str) -> None:
         self.rank, self.num_ranks = int(group.rank()), int(group.size())
-        self._device = device
+        self._group_name, self._device = group.group_name, device
         self._moves = lane_moves(self.rank, self.num_ranks)
         self._flags = Flags(group, device, agreement, RESTING)
         self._signals = Signals(self._flags)
@@ -55,6 +67,8 @@ class CopyLane(AbstractLane):
         self._has_captured = False  # whether graphs of users hold the present memory's addresses
         # a sum's CTAs are placed as soon as a matmul's CTA retires: the scheduler checks priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
+        self._recordings: Recordings[Recorded] = Recordings(is_enabled=is_possible())
+        self._is_recording = False
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
@@ -75,13 +89,14 @@ class CopyLane(AbstractLane):
             return
         what = f"A collective with blocks of {format_bytes(num_bytes)}"
         refuse_in_capture(what, self._device)
-        self._row_bytes = 0  # if there is no more memory, the next call of reserve must not count on it
+        self.discard()  # if there is no more memory, the next call of reserve must not count on it
         self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
         self._row_bytes, self._has_captured = wanted, False
 
     def discard(self) -> None:
         """See `AbstractLane.discard`."""
         self._row_bytes = 0
+        self._recordings.clear()  # they hold addresses of the memory
 
     def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
         """See `AbstractLane.exchange`."""
@@ -135,8 +150,41 @@ class CopyLane(AbstractLane):
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)
 
+    def repeat(self, key: Key, issue: Callable[[], int]) -> int:
+        """See `AbstractLane.repeat`."""
+        if not self._recordings.is_enabled or is_capturing(self._device):
+            return issue()
+        found = self._recordings.find(key)
+        if found is None and self._recordings.is_due(key):
+            found = self._record(key, issue)
+        if found is None:
+            return issue()
+        self._flags.watch.require_sound()
+        found.graph.replay()
+        self._sample(self._current())
+        return found.result
+
+    def _record(self, key: Key, issue: Callable[[], int]) -> Recorded | None:
+        """Record this; if that fails, return None and record nothing else."""
+        stream = recording_stream_of(self._group_name, self._device, "lanes", GREATEST_PRIORITY)
+        results: list[int] = []
+        self._is_recording = True
+        try:
+            recorded = Recorded(capture(stream, lambda: results.append(issue())), results[0])
+        except (RuntimeError, DeviceError) as problem:
+            self._recordings.is_enabled = False
+            reason = cause_of(problem)
+            logger.warning("Collectives are issued call by call, because recording one as a CUDA graph failed (%s).", reason)
+            return None
+        finally:
+            self._is_recording = False
+        self._recordings.keep(key, recorded)
+        return recorded
+
     def _sample(self, stream: Handle) -> None:
-        """Let the watchdog watch what was issued; captured work runs later, unwatched."""
+        """Let the watchdog watch what was issued; captured work runs later, and a user's unwatched."""
+        if self._is_recording:
+            return
         if is_capturing(self._device):
             self._has_captured = True
         else:
@@ -160,6 +208,10 @@ class CopyLane(AbstractLane):
         assert self._pool.memory is not None, "call reserve() first"
         return self._pool.memory
 
+    def num_recordings(self) -> int:
+        """See `AbstractLane.num_recordings`."""
+        return len(self._recordings)
+
     def num_symmetric_bytes(self) -> int:
         """See `AbstractLane.num_symmetric_bytes`."""
         return self._flags.num_bytes() + self._pool.num_bytes()
@@ -167,9 +219,9 @@ class CopyLane(AbstractLane):
     def close(self) -> None:
         """See `AbstractLane.close`."""
         torch.cuda.synchronize(self._device)
+        self.discard()
         self._flags.watch.close()
         self._pool.close()
-        self._row_bytes = 0
 
 
 def _rows_of(tensor: torch.Tensor) -> PitchedRows:

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch._C import _CUDAGraph as Graph
@@ -27,6 +27,7 @@ from counterpoint.errors import OperatorError
 
 Key = tuple[Hashable, ...]  # a schedule, and everything else that determines what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
+R = TypeVar("R")  # a recording: a graph, and what its caller keeps with it
 
 MAX_RECORDINGS = 1024  # most recordings of one group: 32 layers with 4 linears, forward and backward, are 256
 NUM_SEEN_BEFORE = 2  # calls before one is recorded: recording takes about a ms, and the first steps have other addresses
@@ -69,12 +70,12 @@ def refuse_in_capture(what: str, device: torch.device) -> None:
 
 
 @final
-class Recordings:
+class Recordings(Generic[R]):
     """An LRU cache of the recorded calls of one group on one GPU; it decides which calls are worth recording."""
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._graphs: OrderedDict[Key, Graph] = OrderedDict()  # least recently replayed first
+        self._graphs: OrderedDict[Key, R] = OrderedDict()  # least recently replayed first
         self._last_call: dict[Key, int] = {}
         self._num_seen: OrderedDict[Key, int] = OrderedDict()  # sightings of calls that are not recorded
         self._num_calls = 0
@@ -82,7 +83,7 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Key) -> Graph | None:
+    def find(self, key: Key) -> R | None:
         """Return the recording of a call, or None."""
         self._num_calls += 1
         graph = self._graphs.get(key)
@@ -101,9 +102,9 @@ class Recordings:
             self._num_seen.popitem(last=False)
         return False
 
-    def keep(self, key: Key, graph: Graph) -> None:
+    def keep(self, key: Key, recording: R) -> None:
         """Keep this recording for this call."""
-        self._graphs[key] = graph
+        self._graphs[key] = recording
         self._last_call[key] = self._num_calls
 
     def forget(self, schedules: Sequence[Hashable]) -> None:

@@ -11,7 +11,7 @@ messages between CPUs (`message_lane.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -77,6 +77,16 @@ class AbstractLane(ABC):
         """Fill part p from the same place of rank p's memory, for every other rank; parts are views of what `gathered`
         returned.
         """
+
+    @abstractmethod
+    def repeat(self, key: tuple[Hashable, ...], issue: Callable[[], int]) -> int:
+        """Do what `issue` does and return its result. `key` determines that to the last address, so where a lane can record
+        work, it may replay a recording of an earlier call.
+        """
+
+    @abstractmethod
+    def num_recordings(self) -> int:
+        """Number of recordings held."""
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:

@@ -3,7 +3,7 @@
 All messages of a move are posted together, so their order cannot block any rank. Nothing overlaps here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -75,6 +75,14 @@ class MessageLane(AbstractLane):
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
         self._move([parts[self.rank]] * self.num_ranks, parts)
+
+    def repeat(self, key: tuple[Hashable, ...], issue: Callable[[], int]) -> int:
+        """See `AbstractLane.repeat`."""
+        return issue()
+
+    def num_recordings(self) -> int:
+        """See `AbstractLane.num_recordings`."""
+        return 0
 
     def _move(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send `outgoing[p]` to every other rank p and receive `incoming[p]` from it."""

@@ -283,7 +283,8 @@ class Runtime:
 
     def num_recordings(self) -> int:
         """Number of calls recorded as CUDA graphs on this rank."""
-        return self.transport.num_recordings() if self.transport else 0
+        of_lanes = sum(lane.num_recordings() for lane in self._lanes.values())
+        return of_lanes + (self.transport.num_recordings() if self.transport else 0)
 
     def close(self) -> None:
         """Free all memory."""

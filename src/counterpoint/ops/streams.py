@@ -25,13 +25,14 @@ def stream_of(group_name: str, device: torch.device, name: str, priority: int = 
 
 
 @cache
-def recording_stream_of(group_name: str, device: torch.device, name: str) -> torch.cuda.Stream:
+def recording_stream_of(group_name: str, device: torch.device, name: str, priority: int = 0) -> torch.cuda.Stream:
     """Return a group's stream of that name on a device on which work is only captured. Only what torch writes at the start
-    of a capture runs there."""
+    of a capture runs there. Captured kernels keep its `priority` (the driver's)."""
     from cuda.bindings import driver as cu  # noqa: PLC0415  streams to run on need torch only
 
     from counterpoint.cuda.driver import check  # noqa: PLC0415  it needs cuda-bindings
 
     with torch.cuda.device(device):
-        handle = check("Making a stream", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        flags = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        handle = check("Making a stream", cu.cuStreamCreateWithPriority(flags, priority))
     return torch.cuda.ExternalStream(int(handle), device)

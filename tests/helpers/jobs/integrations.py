@@ -17,6 +17,7 @@ from integration_sections.bare_collectives import (
     bare_collectives_in_place,
     bare_collectives_leave_ddp_alone,
     bare_collectives_left_to_the_library,
+    bare_collectives_repeated,
     bare_collectives_without_memory,
 )
 from integration_sections.comparing import DEVICE
@@ -101,6 +102,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         all_reduces,
         reduce_scatters,
         bare_collectives_give_the_librarys_results,
+        bare_collectives_repeated,
         bare_collectives_in_place,
         bare_collectives_left_to_the_library,
         bare_collectives_leave_ddp_alone,

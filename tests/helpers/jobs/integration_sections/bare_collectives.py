@@ -76,6 +76,38 @@ def _everything(cases: list[list[torch.Tensor]], *, is_async: bool) -> list[torc
     return results
 
 
+def bare_collectives_repeated() -> None:
+    """Calls at the same addresses, which GPUs record and replay, with other numbers each time; a lane gets more memory."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    replaced = collectives.replace(least_part_bytes=0, in_flight=2)
+    given = {dtype: torch.empty(4097, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)}
+    gathered = {dtype: part.new_empty(num_ranks, len(part)) for dtype, part in given.items()}
+    for turn in range(14):
+        for dtype, part in given.items():
+            case = everyones(len(part), dtype, turn)
+            total = torch.stack(case).double().sum(0)
+            part.copy_(case[rank])
+            getattr(dist, GATHER)(gathered[dtype], part)
+            assert torch.equal(gathered[dtype], torch.stack(case)), (turn, dtype)
+            for op, wanted in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.AVG, total / num_ranks)):
+                part.copy_(case[rank])
+                dist.all_reduce(part, op=op)
+                assert_close([part], [wanted], 3 * ROUNDING[dtype])
+            gathered[dtype].copy_(case[rank].expand_as(gathered[dtype]))
+            getattr(dist, REDUCE)(part, gathered[dtype])
+            assert_close([part], [total], 3 * ROUNDING[dtype])
+        if turn == 7:
+            num_before = _num_recordings()
+            assert (num_before > 0) == (DEVICE.type == "cuda")
+            dist.all_reduce(torch.ones(80_000, device=DEVICE))  # more memory in one lane, whose recordings are out of date
+            assert _num_recordings() < num_before or not num_before
+    replaced.undo()
+
+
+def _num_recordings() -> int:
+    return sum(entry.num_recordings for entry in ops.pool_report())
+
+
 def bare_collectives_in_place() -> None:
     """A rank's part that lies in the result already, a futures' value as the library gives it, and groups of some ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
