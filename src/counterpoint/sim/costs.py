@@ -375,11 +375,12 @@ class CostModel:
 
     def _sum(self, collective: Collective) -> Kernel:
         """Return the kernel that sums the ranks' blocks. A CTA takes its turns one after the other; in each it reads a part
-        of every block and writes its sum.
+        of every block and writes its sum, that of an all-reduce to two places: the others fetch one.
 
         If all CTAs together would move more than the memory delivers, the memory determines their time.
         """
-        block_bytes, num_blocks = collective.num_bytes / collective.group_size, collective.group_size + 1
+        block_bytes = collective.num_bytes / collective.group_size
+        num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
         num_turns = max(1, math.ceil(block_bytes / SUM_BYTES))
         num_ctas = min(num_turns, SUM_CTAS_PER_SM * self._gpu.num_sms)
         memory_us = US_PER_S * num_ctas * SUM_BYTES / self.hbm_bytes_per_s

@@ -126,7 +126,7 @@ def _case_text(case: MeasuredCase) -> str:
     operations = ",\n".join(_text(each) for each in step.pop("operations"))
     rows = ",\n".join(_text(row) for row in case.rows)
     trace = "" if case.trace is None else f'"trace":{_text(case.trace)},'
-    head = f'{{"name":{_text(case.name)},{trace}\n"step":{_text(step)[:-1]}'
+    head = f'{{"name":{_text(case.name)},{trace}"sum_by":{_text(case.sum_by)},\n"step":{_text(step)[:-1]}'
     return f'{head},"operations":[\n{operations}\n]}},\n"rows":[\n{rows}\n]}}'
 
 
