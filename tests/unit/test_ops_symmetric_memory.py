@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -83,6 +83,7 @@ def test_a_lane_that_grows_keeps_the_memory_of_a_captured_exchange(
     lane = object.__new__(module.CopyLane)
     lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
     lane._device, lane._flags = torch.device("cpu"), MagicMock()
+    lane._recordings, lane._is_recording = MagicMock(), False
     lane.reserve(1024)
     before = weakref.ref(pool.memory)
     monkeypatch.setattr(module, "is_capturing", lambda _: has_captured)
@@ -90,6 +91,65 @@ def test_a_lane_that_grows_keeps_the_memory_of_a_captured_exchange(
     lane.reserve(4096)
     assert (before() is not None) == has_captured
     assert pool.num_bytes() == 3 * 4096 + (3 * 1024 if has_captured else 0)
+
+
+class Graph:
+    """Stands for a recording."""
+
+    def __init__(self, issue: Callable[[], object]) -> None:
+        issue()
+        self.replay = MagicMock()
+
+
+@pytest.fixture
+def recording(driver: MagicMock, pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A lane that records, on a double of a capture."""
+    module = importlib.import_module("counterpoint.ops.copy_lane")
+    lane = object.__new__(module.CopyLane)
+    lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
+    lane._device, lane._flags, lane._group_name = torch.device("cpu"), MagicMock(), "all"
+    lane._recordings, lane._is_recording = module.Recordings(is_enabled=True), False
+    monkeypatch.setattr(module, "capture", lambda _, issue: Graph(issue))
+    monkeypatch.setattr(module, "recording_stream_of", lambda *_: None)
+    monkeypatch.setattr(module.CopyLane, "_current", lambda _: 0)
+    return lane
+
+
+def test_what_a_lane_repeats_is_recorded_at_the_third_call_and_watched_in_each(recording: Any) -> None:
+    issued: list[int] = []
+
+    def issue() -> int:
+        issued.append(1)
+        recording._sample(0)
+        return 7
+
+    assert [recording.repeat(("sum", 1), issue) for _ in range(5)] == [7] * 5
+    assert recording.num_recordings() == 1
+    assert len(issued) == 3, "twice, and once in the capture"
+    assert recording._recordings.find(("sum", 1)).graph.replay.call_count == 3
+    assert recording._flags.watch.sample.call_count == 5
+    assert not recording._has_captured
+    recording.reserve(1024)
+    assert recording.num_recordings() == 0, "a recording holds addresses of the memory before"
+
+
+def test_a_lane_whose_recording_fails_says_so_once_and_goes_on(
+    recording: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no capture here")
+
+    monkeypatch.setattr(importlib.import_module("counterpoint.ops.copy_lane"), "capture", fail)
+    assert [recording.repeat(("sum", key), lambda: 3) for key in (1, 1, 1, 1, 2, 2, 2)] == [3] * 7
+    assert [record.getMessage() for record in caplog.records] == [
+        "Collectives are issued call by call, because recording one as a CUDA graph failed (no capture here)."
+    ]
+
+
+def test_a_lane_records_nothing_that_its_caller_captures(recording: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("counterpoint.ops.copy_lane"), "is_capturing", lambda _: True)
+    assert [recording.repeat(("sum", 1), lambda: 3) for _ in range(5)] == [3] * 5
+    assert recording.num_recordings() == 0
 
 
 @pytest.fixture
