@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint.analysis.gate import load_baseline, parse_condition, violations
 from counterpoint.analysis.values import SCHEMA, Analysis, CauseTotal, Headline, RankAnalysis, StepFigures
@@ -98,6 +99,16 @@ def test_what_is_no_condition_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(AnalysisError, match="--fail-if") as problem:
         parse_condition(text)
     assert "\n" not in str(problem.value)
+
+
+@pytest.mark.parametrize("is_baseline", [False, True])
+def test_figures_that_cannot_be_trusted_pass_no_gate(is_baseline: bool) -> None:
+    ranks = tuple(replace(rank, untrusted="1 operation overlaps its predecessor.") for rank in ANALYSIS.ranks)
+    wrong = replace(ANALYSIS, ranks=ranks)
+    found, saved = (ANALYSIS, wrong) if is_baseline else (wrong, ANALYSIS)
+    with pytest.raises(AnalysisError, match=r"cannot judge a\.json: 1 operation overlaps"):
+        violations(found, [parse_condition("step > baseline + 3%")], saved)
+    assert violations(found, [], saved) == ()
 
 
 def test_a_condition_on_a_baseline_needs_one() -> None:

@@ -116,6 +116,11 @@ def test_a_trace_that_contradicts_itself(change: Callable[..., object], says: st
     assert says in refusal("tune", "small.json", cwd=tmp_path)
 
 
+def test_a_gate_refuses_a_trace_whose_figures_are_wrong(tmp_path: Path) -> None:
+    traced(lambda events: events[-1].update(ts=20_300.0)).write(tmp_path)
+    assert "predecessor on a stream" in refusal("analyze", "small.json", "--fail-if", "exposed > 90%", cwd=tmp_path)
+
+
 def test_a_trace_whose_collectives_took_no_time_still_plans(tmp_path: Path) -> None:
     traced(lambda events: [event.update(dur=0) for event in events if "nccl" in event["name"]]).write(tmp_path)
     assert counterpoint("tune", "small.json", cwd=tmp_path).returncode == 0

@@ -84,7 +84,8 @@ def parse_condition(text: str) -> Condition:
 def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: Analysis | None = None) -> tuple[str, ...]:
     """Return one sentence for each condition that holds, with the figures. Raises `AnalysisError` if a baseline is missing.
 
-    Logs of NCCL Inspector hold no steps, so no condition can be checked on them: this raises `AnalysisError`, too.
+    Logs of NCCL Inspector hold no steps, and figures of some traces cannot be trusted, so no condition can be checked on
+    them: this raises `AnalysisError`, too.
     """
     logged = next((each for each in (analysis, baseline) if each is not None and is_logged(each.ranks)), None)
     if conditions and logged is not None:
@@ -92,6 +93,9 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
             "--fail-if needs profiler traces, because NCCL Inspector's logs hold no steps; found "
             f"{logged.ranks[0].path}. Give traces, or leave --fail-if out."
         )
+    wrong = next((rank for each in (analysis, baseline) if each is not None for rank in each.ranks if rank.untrusted), None)
+    if conditions and wrong is not None:
+        raise AnalysisError(f"--fail-if cannot judge {wrong.path}: {wrong.untrusted}")
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 

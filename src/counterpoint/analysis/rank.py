@@ -70,6 +70,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
     detailed = _evenly_spaced(steady)
     shown = representative(steps)
     lanes, names = draw_lanes(timed, roles, windows[shown.step])
+    untrusted = _untrusted(timed)
     return RankAnalysis(
         path=trace.path,
         rank=trace.rank or 0,
@@ -87,7 +88,8 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
         lanes=lanes,
         names=names,
         notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles), *_note_on_sample(steady, detailed)),
-        problems=(*found_windows.problems, *_problems(timed)),
+        problems=(*found_windows.problems, *_problems(timed), *filter(None, [untrusted])),
+        untrusted=untrusted,
     )
 
 
@@ -137,6 +139,18 @@ def _notes(timed: TimedTrace, roles: tuple[Role, ...]) -> list[str]:
     return notes
 
 
+def _untrusted(timed: TimedTrace) -> str:
+    """Return why no figure of the trace can be trusted, or nothing."""
+    impossible, _ = overlaps_on_streams(timed.trace.operations)
+    if not impossible:
+        return ""
+    what = format_count(len(impossible), "operation overlaps its", "operations overlap their")
+    return (
+        f"{what} predecessor on a stream, which is impossible: times and causes are wrong. Record the trace again, of one "
+        "process."
+    )
+
+
 def _problems(timed: TimedTrace) -> list[str]:
     """Return what the trace lacks, and what follows from that."""
     problems = []
@@ -148,13 +162,6 @@ def _problems(timed: TimedTrace) -> list[str]:
     if early:
         what = format_count(early, "operation starts", "operations start")
         problems.append(f"{what} before the launch (kineto#1380), so host and GPU times do not agree there.")
-    impossible, _ = overlaps_on_streams(timed.trace.operations)
-    if impossible:
-        what = format_count(len(impossible), "operation overlaps its", "operations overlap their")
-        problems.append(
-            f"{what} predecessor on a stream, which is impossible: times and causes are wrong. Record the trace again, of "
-            "one process."
-        )
     if not timed.trace.device_name:
         problems.append(
             "The trace does not name its GPU, so whether kernels fit beside each other is judged by their number "

@@ -196,7 +196,8 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
     """The analysis of one rank's trace, or of its NCCL Inspector log, as `source` says.
 
     `shown_step` is the representative (median steady) step; `lanes` are its operations, at most some ten thousand.
-    `problems` state what is unknown, one sentence each; `notes` are further remarks.
+    `problems` state what is unknown, one sentence each; `notes` are further remarks. `untrusted` is the problem that makes
+    all figures wrong, if there is one.
     """
 
     path: str
@@ -217,6 +218,7 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    untrusted: str = ""
 
 
 def steady_steps(ranks: Sequence[RankAnalysis]) -> tuple[StepFigures, ...]:
