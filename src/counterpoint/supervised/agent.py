@@ -2,9 +2,10 @@
 job.
 
 `in_job/sitecustomize.py` registers it with torch's optimizers; `counterpoint.step()` calls it directly. A step is the
-interval between two calls of `step()` on the first optimizer seen. Other optimizers are ignored, and so are all of them
-after the first call of `counterpoint.step()`. If the agent fails, it ends and the job goes on: it empties the filter's
-table, prints one line with the reason, and the job runs unchanged. If ranks switch paths together, the failed rank keeps
+interval between two calls of `step()` on the first optimizer seen. Other optimizers are ignored until one of them takes
+`SUCCEEDS_AFTER` steps in which the first takes none: from then on it marks the steps. After the first call of
+`counterpoint.step()` all are ignored. If the agent fails, it ends and the job goes on: it empties the filter's table,
+prints one line with the reason, and the job runs unchanged. If ranks switch paths together, the failed rank keeps
 switching until rank 0 has ended it for all. The agent needs torch only after an optimizer was created or a step has
 ended, when the job has loaded it anyway.
 """
@@ -48,6 +49,7 @@ from counterpoint.supervised.settings import (
 from counterpoint.supervised.tuning import LiveTuner
 
 RANK_PROCESS_VARIABLE = "COUNTERPOINT_RANK_PROCESS"
+SUCCEEDS_AFTER = 3  # steps of another optimizer, and none of the one that marks the job's steps
 MOST_LETTERS = 600  # most letters of a failure's reason in a line
 
 
@@ -62,7 +64,8 @@ class JobAgent:
         self._directory = directory
         self._tuner: LiveTuner | None = None
         self._block: ControlBlock | None = None
-        self._optimizer: weakref.ref[object] | None = None
+        self._optimizer: weakref.ref[object] | None = None  # that marks the job's steps
+        self._others: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # steps since its last one
         self._has_marks = False
         self._paths: AbstractJobPaths | None = None
         self._exchange: Exchange | None = None
@@ -101,11 +104,19 @@ class JobAgent:
             report_rank(self._exchange, self._report())
 
     def optimizer_stepped(self, optimizer: object) -> None:
-        """Handle a step of an optimizer; the first one that ever steps marks the job's steps."""
-        if self._optimizer is None or self._optimizer() is None:
+        """Handle a step of an optimizer; the first one that ever steps marks the job's steps while it goes on.
+
+        Ranks have to count alike, so nothing depends on when the garbage collector of this rank removes an optimizer.
+        """
+        if self._is_retired or self._has_marks:
+            return
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            self._others[optimizer] = self._others.get(optimizer, 0) + 1
+            if self._optimizer is not None and self._others[optimizer] < SUCCEEDS_AFTER:
+                return
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer and not self._has_marks:
-            self._step_ended()
+        self._others.clear()
+        self._step_ended()
 
     def mark_step(self) -> None:
         """Handle the end of a step that the job's code marks."""
