@@ -1,5 +1,6 @@
 """The start-up hook inside a job: it chains to the next one, tells of optimizer steps, and never breaks what it is in."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE
+from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE, SUCCEEDS_AFTER, JobAgent
 from counterpoint.supervised.environment import IN_JOB
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, read_record, write_settings
 
@@ -20,6 +21,18 @@ STEP = (
     "    optimizer.step()\n"
     "print('done')\n"
 )
+
+TELLING_AGENT = """
+import os
+class Agent:
+    is_retired = False
+    def optimizer_made(self): pass
+    def optimizer_stepped(self, optimizer):
+        os.getpid()  # which torch.compile cannot trace
+        print(type(optimizer).__name__, end=" ")
+agent = Agent()
+def agent_of_job(): return agent
+"""
 
 
 def python(code: str, directory: Path | None, *behind: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -139,6 +152,87 @@ def test_a_compiled_optimizer_step_still_compiles(tmp_path: Path) -> None:
     )
     ended = python(code, tmp_path, RANK="0")
     assert ended.stdout == "done\n", ended.stderr
+
+
+def told_steps(tmp_path: Path, code: str) -> str:
+    """What an agent is told of the steps of `code`, which knows torch, `parameter` and two classes of optimizers."""
+    package = tmp_path / "other" / "counterpoint" / "supervised"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "agent.py").write_text(TELLING_AGENT)
+    made = (
+        "import torch\n"
+        "parameter = torch.nn.Parameter(torch.ones(2))\n"
+        "parameter.grad = torch.ones(2)\n"
+        "class Derived(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n"
+        "        return super().step(closure)\n"
+        "class Own(torch.optim.Optimizer):\n"
+        "    def __init__(self, parameters):\n"
+        "        super().__init__(parameters, {})\n"
+        "    @torch.no_grad()\n"
+        "    def step(self, closure=None):\n"
+        "        parameter.add_(parameter.grad)\n"
+    )
+    ended = python(made + code, tmp_path, tmp_path / "other", RANK="0", TORCH_LOGS="graph_breaks")
+    assert ended.returncode == 0, ended.stderr
+    assert "agent.py" not in ended.stderr, "torch.compile traced it"
+    return ended.stdout.strip()
+
+
+def test_a_step_that_calls_the_one_it_overrides_is_told_once(tmp_path: Path) -> None:
+    plain = "torch.optim.SGD([parameter], lr=0.1).step()\n"  # from now on torch calls hooks for SGD's own step, too
+    failed = "try: derived.step(lambda: 1 / 0)\nexcept ZeroDivisionError: pass\n"
+    code = f"{plain}derived = Derived([parameter], lr=0.1)\nderived.step()\n{failed}derived.step()\n"
+    assert told_steps(tmp_path, code) == "SGD Derived Derived"
+
+
+def test_a_compiled_step_is_told_and_our_code_is_not_compiled(tmp_path: Path) -> None:
+    code = "step = torch.compile(torch.optim.SGD([parameter], lr=0.1).step, backend='eager')\nfor _ in range(3): step()\n"
+    assert told_steps(tmp_path, code) == "SGD SGD SGD"
+
+
+def test_an_optimizer_that_is_compiled_as_one_graph_still_is(tmp_path: Path) -> None:
+    code = "step = torch.compile(Own([parameter]).step, backend='eager', fullgraph=True)\nstep()\nstep()\n"
+    assert told_steps(tmp_path, f"{code}print(parameter.tolist())\n") == "[3.0, 3.0]"
+
+
+class Optimizer:
+    """All that the agent knows of one."""
+
+
+def counting_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[JobAgent, list[object]]:
+    counted: list[object] = []
+    agent = JobAgent(folder)
+    monkeypatch.setattr(agent, "_step_ended", lambda: counted.append(None))
+    return agent, counted
+
+
+@pytest.mark.parametrize("is_collected", [True, False])
+def test_another_optimizer_succeeds_at_the_same_step_whenever_the_first_is_collected(
+    is_collected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a rank that collects it earlier counts more steps, and takes other paths than the others."""
+    agent, counted = counting_agent(tmp_path, monkeypatch)
+    first, second = Optimizer(), Optimizer()
+    for optimizer in (first, first, second, first):
+        agent.optimizer_stepped(optimizer)
+    assert len(counted) == 3
+    if is_collected:
+        del first, optimizer
+        gc.collect()
+    for _ in range(SUCCEEDS_AFTER + 2):
+        agent.optimizer_stepped(second)
+    assert len(counted) == 6
+
+
+def test_optimizers_that_take_turns_do_not_succeed_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, counted = counting_agent(tmp_path, monkeypatch)
+    optimizers = [Optimizer() for _ in range(8)]
+    for _ in range(5):
+        for optimizer in (*optimizers, optimizers[-1]):
+            agent.optimizer_stepped(optimizer)
+    assert len(counted) == 5
 
 
 def test_marking_a_step_by_hand_outside_of_a_job_does_nothing() -> None:

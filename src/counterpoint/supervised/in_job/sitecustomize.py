@@ -35,24 +35,47 @@ class OptimizerWatch:
     """
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.is_done = self.is_hooked = False
+        self.begun_by = 0  # the id of the optimizer whose step has begun, until that step is told
 
     def register(self, module: Any) -> None:
-        """Register with torch, also for new optimizers: torch has no hook for those, so `__init__` is wrapped."""
-        module.register_optimizer_step_post_hook(self.stepped)
+        """Register with torch, also for new optimizers: torch has no hook for those, so `__init__` is wrapped.
+
+        The hooks follow with the first optimizer, since torch is not complete yet.
+        """
         make = module.Optimizer.__init__
 
         @functools.wraps(make)
         def make_and_tell(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             make(optimizer, *args, **kwargs)
+            if not self.is_hooked:
+                self.hook(module)
             if not self.is_done:
                 self.tell(lambda agent: agent.optimizer_made())
 
         module.Optimizer.__init__ = make_and_tell
 
-    def stepped(self, optimizer: object, _args: object, _kwargs: object) -> None:
+    def hook(self, module: Any) -> None:
+        """Register for the steps of all optimizers."""
+        self.is_hooked = True
+        try:
+            module.register_optimizer_step_pre_hook(_not_traced(module.torch, self.begun))
+            module.register_optimizer_step_post_hook(_not_traced(module.torch, self.stepped))
+        except Exception as problem:
+            self.is_done = True
+            report(problem)
+
+    def begun(self, optimizer: object) -> None:
+        """Note that a step has begun. The `step` of a subclass may call the one that it overrides: torch calls hooks for
+        both, and only the first that ends is told.
+        """
+        self.begun_by = id(optimizer)
+
+    def stepped(self, optimizer: object) -> None:
         """Pass the step on to the agent."""
-        if not self.is_done:
+        is_told = self.begun_by != id(optimizer)
+        self.begun_by = 0
+        if not self.is_done and not is_told:
             self.tell(lambda agent: agent.optimizer_stepped(optimizer))
 
     def tell(self, what: Callable[[Any], None]) -> None:
@@ -67,6 +90,23 @@ class OptimizerWatch:
             return
         what(agent)
         self.is_done = agent.is_retired
+
+
+def _not_traced(torch: Any, call: Callable[[object], None]) -> Callable[[object, object, object], None]:
+    """Return a hook of optimizers that torch.compile does not trace: it calls `call` between two graphs.
+
+    torch's own optimizers break the graph anyway. Others may be compiled whole, and their compiled steps are not told.
+    """
+    is_compiling = getattr(torch.compiler, "is_compiling", None) if hasattr(torch, "compiler") else None
+    if is_compiling is None:  # an old torch
+        return lambda optimizer, _args, _kwargs: call(optimizer)
+    outside_graphs = torch.compiler.disable(call)
+
+    def hook(optimizer: object, _args: object, _kwargs: object) -> None:
+        if not is_compiling() or type(optimizer).__module__.startswith("torch."):
+            outside_graphs(optimizer)
+
+    return hook
 
 
 class AwaitedImport:
