@@ -362,6 +362,19 @@ def test_a_rank_that_never_comes_ends_the_wait_within_the_limit_in_one_line(sile
     assert all("did not reach this step within 0.1 s; the job runs unchanged" in line for line in job.ranks[0].said)
 
 
+@pytest.mark.parametrize("num_steps", [1, 8, 14, 60, 300])
+@pytest.mark.parametrize("settings", [TUNING, GUARDED])
+def test_ranks_that_go_on_after_rank_0_has_ended_are_not_held(num_steps: int, settings: LiveSettings) -> None:
+    job = PathsJob(settings, num_ranks=3, most_ahead=4)
+    job.run(num_steps, by_paths(0.2))
+    job.ranks[0].tuner.job_ends()
+    job.run(200, by_paths(0.2), silent=frozenset({0}))
+    assert job.paths[1].history == job.paths[2].history
+    assert len(job.paths[1].history) == num_steps + 200
+    assert all(paths.in_force == LIBRARY for paths in job.paths[1:])
+    assert not any(line for rank in job.ranks[1:] for line in rank.said)
+
+
 @pytest.mark.parametrize("lag_of_rank_0", [150, 400])
 def test_a_gpu_far_behind_on_rank_0_parts_nobody(lag_of_rank_0: int) -> None:
     """Another rank has reported long before rank 0 can, and may not lose patience: rank 0 still goes by the plan."""

@@ -110,10 +110,7 @@ class Follower:
         with suppress(Exception):  # this may be what failed
             self.in_force.empty_table()
         if self.is_first:
-            pending = self._next_answer()
-            if pending is None or not pending.is_last:
-                self.announce(self._end(f"rank 0 can no longer measure: {reason}"))
-            self.lockstep.extend(FOREVER)
+            self.end_for_all(f"rank 0 can no longer measure: {reason}")
         else:
             self.lockstep.tell_failure(reason)
         while True:
@@ -184,6 +181,13 @@ class Follower:
         if answer is not None:
             self.announce(answer)
         return answer is not None
+
+    def end_for_all(self, problem: str) -> None:
+        """On rank 0: tell all ranks that nothing follows but the return to the unmodified job."""
+        pending = self._next_answer()
+        if pending is None or not pending.is_last:
+            self.announce(self._end(problem))
+        self.lockstep.extend(FOREVER)
 
     def _end(self, problem: str) -> Announcement:
         """On rank 0: tell all ranks to return to the unmodified job."""

@@ -143,8 +143,10 @@ class LiveTuner:
         self._follower.in_force.use(UNCHANGED)
 
     def job_ends(self) -> None:
-        """Save the counts."""
+        """Save the counts. Other ranks may go on for more steps, each on its own; then none waits for rank 0."""
         self._follower.in_force.keep_paths()
+        if self._follower.is_first and self._follower.lockstep.is_on:
+            self._follower.end_for_all("rank 0 has ended")
 
     def _run(self) -> Steps[None]:
         try:
