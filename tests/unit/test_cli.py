@@ -390,9 +390,9 @@ def test_a_machine_of_ones_own_may_hold_any_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["60", "20", "1", "0", "400", "wide"])
 def test_any_width_keeps_the_verdict(columns: str) -> None:
-    done = counterpoint("tune", "cb_ar_opt1", COLUMNS=columns)
+    done = counterpoint("tune", "cb_a2a_opt1", COLUMNS=columns)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "GAIN copies and sums" in " ".join(done.stdout.split())
+    assert "GAIN copy engines" in " ".join(done.stdout.split())
     if columns == "60":
         typed = "     counterpoint "  # what is to be pasted is never folded
         assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(typed)) <= 60
