@@ -109,7 +109,7 @@ def recording(driver: MagicMock, pool: Any, monkeypatch: pytest.MonkeyPatch) -> 
     lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
     lane._device, lane._flags, lane._group_name = torch.device("cpu"), MagicMock(), "all"
     lane._recordings, lane._is_recording = module.Recordings(is_enabled=True), False
-    monkeypatch.setattr(module, "capture", lambda _, issue: Graph(issue))
+    monkeypatch.setattr("counterpoint.ops.graph_cache.capture", lambda _, issue: Graph(issue))
     monkeypatch.setattr(module, "recording_stream_of", lambda *_: None)
     monkeypatch.setattr(module.CopyLane, "_current", lambda _: 0)
     return lane
@@ -139,7 +139,7 @@ def test_a_lane_whose_recording_fails_says_so_once_and_goes_on(
     def fail(*_: object) -> None:
         raise RuntimeError("no capture here")
 
-    monkeypatch.setattr(importlib.import_module("counterpoint.ops.copy_lane"), "capture", fail)
+    monkeypatch.setattr("counterpoint.ops.graph_cache.capture", fail)
     assert [recording.repeat(("sum", key), lambda: 3) for key in (1, 1, 1, 1, 2, 2, 2)] == [3] * 7
     assert [record.getMessage() for record in caplog.records] == [
         "Collectives are issued call by call, because recording one as a CUDA graph failed (no capture here)."

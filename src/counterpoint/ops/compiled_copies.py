@@ -4,7 +4,6 @@ each time.
 A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -13,7 +12,6 @@ from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.driver import check
-from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.driver_calls import (
@@ -29,7 +27,7 @@ from counterpoint.ops.driver_calls import (
     use_stream,
     wait_event,
 )
-from counterpoint.ops.graph_cache import Key, Recordings, capture
+from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable
 from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
@@ -43,7 +41,6 @@ RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-LOGGER = logging.getLogger("counterpoint")
 
 
 class Shared(NamedTuple):
@@ -136,13 +133,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         stream = self._recording_stream
         current = numbers_of(stream), cu.CUstream(stream.cuda_stream)
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
-        try:
-            return capture(stream, lambda: self._issue(call))
-        except (RuntimeError, DeviceError) as problem:
-            self._shared.recordings.is_enabled = False
-            reason = cause_of(problem)
-            LOGGER.warning("Operators are issued call by call, because recording one as a CUDA graph failed (%s).", reason)
-            return None
+        return capture_or_disable(self._shared.recordings, stream, lambda: self._issue(call), "Operators")
 
     def _key(self, operands: Tensors, weights: Weights) -> Key:
         """Return everything that determines what a call issues: addresses, strides, and torch's settings for

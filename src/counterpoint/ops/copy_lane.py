@@ -4,7 +4,6 @@
 replayed (`graph_cache.py`): with two ranks an all-reduce is eleven driver calls and a kernel.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -16,9 +15,8 @@ from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.block_sums import Arrived
 from counterpoint.cuda.driver import check
-from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.graph_cache import Key, Recordings, capture, is_capturing, is_possible, refuse_in_capture
+from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable, is_capturing, is_possible, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
@@ -30,7 +28,6 @@ Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # the driver's; torch uses the highest that it has
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MAX_PITCH = 2**31 - 1  # of a copy of rows: CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all GPUs so far
-logger = logging.getLogger("counterpoint")
 Pitched = tuple[int, int]  # an address, and the bytes from the start of one row there to the start of the next
 
 
@@ -170,14 +167,12 @@ class CopyLane(AbstractLane):
         results: list[int] = []
         self._is_recording = True
         try:
-            recorded = Recorded(capture(stream, lambda: results.append(issue())), results[0])
-        except (RuntimeError, DeviceError) as problem:
-            self._recordings.is_enabled = False
-            reason = cause_of(problem)
-            logger.warning("Collectives are issued call by call, because recording one as a CUDA graph failed (%s).", reason)
-            return None
+            graph = capture_or_disable(self._recordings, stream, lambda: results.append(issue()), "Collectives")
         finally:
             self._is_recording = False
+        if graph is None:
+            return None
+        recorded = Recorded(graph, results[0])
         self._recordings.keep(key, recorded)
         return recorded
 

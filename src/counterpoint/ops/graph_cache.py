@@ -12,6 +12,7 @@ This module knows nothing of schedules: a key holds everything that a call would
 of torch's native class, so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
 """
 
+import logging
 import os
 import re
 from collections import OrderedDict
@@ -23,8 +24,9 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch._C import _CUDAGraph as Graph
 
-from counterpoint.errors import OperatorError
+from counterpoint.errors import DeviceError, OperatorError, cause_of
 
+LOGGER = logging.getLogger("counterpoint")
 Key = tuple[Hashable, ...]  # a schedule, and everything else that determines what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
 R = TypeVar("R")  # a recording: a graph, and what its caller keeps with it
@@ -148,6 +150,21 @@ def capture(stream: torch.cuda.Stream, issue: Callable[[], object]) -> Graph:
         return _captured(stream, issue, _pool(stream))
     finally:
         current.wait_stream(stream)
+
+
+def capture_or_disable(
+    recordings: Recordings[Any], stream: torch.cuda.Stream, issue: Callable[[], object], what: str
+) -> Graph | None:
+    """Capture as `capture` does. If that fails, record nothing more, log the reason and return None: `what` can be issued
+    without a recording.
+    """
+    try:
+        return capture(stream, issue)
+    except (RuntimeError, DeviceError) as problem:
+        recordings.is_enabled = False
+        reason = cause_of(problem)
+        LOGGER.warning("%s are issued call by call, because recording one as a CUDA graph failed (%s).", what, reason)
+        return None
 
 
 def _pool(stream: torch.cuda.Stream) -> Pool:
