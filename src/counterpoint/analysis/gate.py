@@ -87,14 +87,17 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
     Logs of NCCL Inspector hold no steps, and figures of some traces cannot be trusted, so no condition can be checked on
     them: this raises `AnalysisError`, too.
     """
-    logged = next((each for each in (analysis, baseline) if each is not None and is_logged(each.ranks)), None)
-    if conditions and logged is not None:
+    if not conditions:
+        return ()
+    compared = [each for each in (analysis, baseline) if each is not None]
+    logged = next((each for each in compared if is_logged(each.ranks)), None)
+    if logged is not None:
         raise AnalysisError(
             "--fail-if needs profiler traces, because NCCL Inspector's logs hold no steps; found "
             f"{logged.ranks[0].path}. Give traces, or leave --fail-if out."
         )
-    wrong = next((rank for each in (analysis, baseline) if each is not None for rank in each.ranks if rank.untrusted), None)
-    if conditions and wrong is not None:
+    wrong = next((rank for each in compared for rank in each.ranks if rank.untrusted), None)
+    if wrong is not None:
         raise AnalysisError(f"--fail-if cannot judge {wrong.path}: {wrong.untrusted}")
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 

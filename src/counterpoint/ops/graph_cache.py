@@ -77,22 +77,22 @@ class Recordings(Generic[R]):
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._graphs: OrderedDict[Key, R] = OrderedDict()  # least recently replayed first
+        self._recordings: OrderedDict[Key, R] = OrderedDict()  # least recently replayed first
         self._last_call: dict[Key, int] = {}
         self._num_seen: OrderedDict[Key, int] = OrderedDict()  # sightings of calls that are not recorded
         self._num_calls = 0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._recordings)
 
     def find(self, key: Key) -> R | None:
         """Return the recording of a call, or None."""
         self._num_calls += 1
-        graph = self._graphs.get(key)
-        if graph is not None:
-            self._graphs.move_to_end(key)
+        found = self._recordings.get(key)
+        if found is not None:
+            self._recordings.move_to_end(key)
             self._last_call[key] = self._num_calls
-        return graph
+        return found
 
     def is_due(self, key: Key) -> bool:
         """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
@@ -106,30 +106,30 @@ class Recordings(Generic[R]):
 
     def keep(self, key: Key, recording: R) -> None:
         """Keep this recording for this call."""
-        self._graphs[key] = recording
+        self._recordings[key] = recording
         self._last_call[key] = self._num_calls
 
     def forget(self, schedules: Sequence[Hashable]) -> None:
         """Forget the calls of these schedules, which are the first elements of their keys; graphs in flight end first."""
-        of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._graphs, self._last_call, self._num_seen]
+        of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._recordings, self._last_call, self._num_seen]
         for entries in of_these:
             for key in [key for key in entries if key[0] in schedules]:
                 del entries[key]
 
     def clear(self) -> None:
         """Forget all; graphs in flight end first."""
-        self._graphs.clear()
+        self._recordings.clear()
         self._last_call.clear()
         self._num_seen.clear()
 
     def _has_room(self) -> bool:
         """Return whether one more may be recorded, if necessary in place of an idle one."""
-        if len(self._graphs) < MAX_RECORDINGS:
+        if len(self._recordings) < MAX_RECORDINGS:
             return True
-        oldest = next(iter(self._graphs))
+        oldest = next(iter(self._recordings))
         if self._num_calls - self._last_call[oldest] < IDLE_CALLS:
             return False
-        del self._graphs[oldest], self._last_call[oldest]
+        del self._recordings[oldest], self._last_call[oldest]
         return True
 
 

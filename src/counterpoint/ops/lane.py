@@ -11,12 +11,13 @@ messages between CPUs (`message_lane.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from counterpoint.cuda.block_sums import Arrived
+from counterpoint.ops.graph_cache import Key
 
 ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
 
@@ -79,7 +80,7 @@ class AbstractLane(ABC):
         """
 
     @abstractmethod
-    def repeat(self, key: tuple[Hashable, ...], issue: Callable[[], int]) -> int:
+    def repeat(self, key: Key, issue: Callable[[], int]) -> int:
         """Do what `issue` does and return its result. `key` determines that to the last address, so where a lane can record
         work, it may replay a recording of an earlier call.
         """

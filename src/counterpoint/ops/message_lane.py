@@ -3,7 +3,7 @@
 All messages of a move are posted together, so their order cannot block any rank. Nothing overlaps here.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from counterpoint.cuda.block_sums import Arrived
 from counterpoint.ops.agreement import Agreement, host_memory
+from counterpoint.ops.graph_cache import Key
 from counterpoint.ops.lane import AbstractLane, aligned
 from counterpoint.units import format_bytes
 
@@ -76,7 +77,7 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.gather`."""
         self._move([parts[self.rank]] * self.num_ranks, parts)
 
-    def repeat(self, key: tuple[Hashable, ...], issue: Callable[[], int]) -> int:
+    def repeat(self, key: Key, issue: Callable[[], int]) -> int:
         """See `AbstractLane.repeat`."""
         return issue()
 

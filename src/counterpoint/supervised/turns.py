@@ -2,8 +2,7 @@
 
 A turn is a few steps under one table. Its first step is not timed, because launches of two tables may meet in it. Every
 step's end is marked in the GPU's own order of work, so a step's time is its execution time: the marks are read when the GPU
-has passed them. A rank that reads of an order late joins in the middle, and the
-rounds that it missed count on no rank.
+has passed them. A rank that reads of an order late joins in the middle, and the rounds that it missed count on no rank.
 """
 
 from collections.abc import Sequence
@@ -43,8 +42,9 @@ class Turns:
         return self._rounds.order(self._order.first_round + number)[place]
 
     def is_first_of_turn(self, step: int) -> bool:
-        """Return whether a turn begins when `step` steps have ended."""
-        return self.entrant_at(step) is not None and (step - self._start) % TURN_STEPS == 0
+        """Return whether the step that begins when `step` have ended, which is somebody's, is the first of a turn."""
+        _, _, within = self._place_of(step)
+        return within == 0
 
     def step_ended(self, step: int) -> bool:
         """Mark the end of a step, the `step`-th. Return whether it was the last one of a turn."""
