@@ -1,10 +1,10 @@
 """Settings of all tests.
 
-Hypothesis sets no time limit per example, since a busy machine is not a failure. Jobs that tests start can be interrupted,
-also where a shell runs the tests in the background and so ignores Ctrl-C for them. Commands that tests start find
-`counterpoint` and `torchrun` of this environment, also where it is not activated. Python keeps what it compiled, also where
-the environment says otherwise: hundreds of commands and ranks would compile the package anew. A process multiplies with one
-thread, since other processes run beside it.
+Hypothesis draws the same examples in every run, so that a run fails only for what changed. It sets no time limit per example,
+since a busy machine is not a failure. Jobs that tests start can be interrupted, also where a shell runs the tests in the
+background and so ignores Ctrl-C for them. Commands that tests start find `counterpoint` and `torchrun` of this environment,
+also where it is not activated. Python keeps what it compiled, also where the environment says otherwise: hundreds of commands
+and ranks would compile the package anew. A process multiplies with one thread, since other processes run beside it.
 """
 
 import os
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
-settings.register_profile("counterpoint", deadline=None)
+settings.register_profile("counterpoint", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None)
 settings.load_profile("counterpoint")
 
 sys.dont_write_bytecode = False

@@ -195,11 +195,11 @@ def test_the_makespan_is_never_below_the_ideal(step: Step) -> None:
 
 @given(steps())
 def test_overlap_costs_at_most_a_small_factor(step: Step) -> None:
-    """The most that was drawn is 1.55: a kernel of 109 CTAs beside an all-reduce takes two rounds where it took one."""
+    """A kernel whose CTAs fit the free SMs in one round takes two beside a collective: at most twice its time."""
     lone_us = Simulator().lone_times_us(step, H200)
     overhead_us = len(step.operations) * (DEPENDENCY_LATENCY_US + (step.launch_gap_us or 1.6))
     waiting_us = sum(operation.peer_wait_us for operation in step.operations if isinstance(operation, Collective))
-    assert makespan_us(step) <= 1.6 * (sequential_us(step, lone_us) + waiting_us) + overhead_us
+    assert makespan_us(step) <= 2 * (sequential_us(step, lone_us) + waiting_us) + overhead_us
 
 
 # Alone
