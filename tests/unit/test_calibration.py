@@ -158,6 +158,10 @@ def test_what_a_kind_feels_of_latency_is_relative_to_an_all_reduce() -> None:
     found = derive(H200, "NVIDIA H200", {}, record(*points)).collectives
     assert found["all_reduce"].latency_weight == 1.0
     assert 1.0 < found["all_gather"].latency_weight < found["all_to_all"].latency_weight < 2.0
+    assert found["reduce_scatter"].latency_weight == 1.0, "not in these points"
+    slowed = point("collective_beside_us", [1600.0], kind="reduce_scatter", kernel="streaming", bytes=256 * MIB)
+    found = derive(H200, "NVIDIA H200", {}, record(*points, slowed)).collectives
+    assert found["reduce_scatter"].latency_weight > 1.0
 
 
 def test_latencies_of_small_messages_lie_between_the_measured_ones() -> None:

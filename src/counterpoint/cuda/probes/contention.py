@@ -15,6 +15,7 @@ from counterpoint.units import MIB
 STREAMED_BYTES = 512 * MIB
 COMMUNICATED_BYTES = 256 * MIB
 KINDS = ("all_reduce", "all_gather", "all_to_all")
+KINDS_AMONG_STREAMING = (*KINDS, "reduce_scatter")
 FEW_CTAS = 8
 MATMUL_SIZE, TILED_SIZE = 8192, 6144
 HEAD_START_US = 20.0
@@ -28,7 +29,7 @@ def probe_contention(session: Session) -> list[Point]:
     for name, kernel, num_others in _kernels(session):
         alone = session.rendezvous.slowest_of(session.times_us(kernel, rounds=3))
         points.append(point("kernel_us", alone, kernel=name, group="contention"))
-        for kind in KINDS if name == "streaming" else KINDS[:1]:
+        for kind in KINDS_AMONG_STREAMING if name == "streaming" else KINDS[:1]:
             issue = collective(kind, COMMUNICATED_BYTES, (buffers[0], buffers[1]))
             points += _both(session, (name, kernel, num_others), (kind, issue))
     return points
