@@ -1,34 +1,39 @@
 """The choice by measurement, on a graph in memory with clocks that the tests set: what wins, what is left out."""
 
 import random
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from counterpoint import load_machine
 from counterpoint.cuda.graph import GraphNode
-from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
-from counterpoint.cuda.graph_rewriting import MOVED
 from counterpoint.errors import DeviceError, PlanError
 from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.plan import Plan
-from counterpoint.planner.measured import AS_IT_IS, MeasuredTuning, tune_measured
+from counterpoint.planner.measured import AS_IT_IS, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
-from counterpoint.step import CollectiveKind, Footprint
 from helpers.graph_double import Faults, GraphDouble, Ranks, ReplayDouble, contents, controls_of, simulated_us
+from helpers.measured_step import (
+    BASELINE_US,
+    H200,
+    LONE_US,
+    NCCL_NODES,
+    NODES,
+    captured,
+    labels,
+    on_two_ranks,
+    only,
+    read,
+    refused,
+    taking,
+    tuned,
+    work,
+)
 from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
 
-H200 = load_machine("h200")
-ROOMY = Footprint(num_ctas=132 * 8 * 2, threads_per_cta=128, registers_per_thread=64)
-SMALL = Footprint(num_ctas=24, threads_per_cta=128, registers_per_thread=32)  # of a collective that a cap lets in
-BASELINE_US = 1000.0
-LONE_US = (50.0, 600.0, 600.0, 900.0, 50.0)
 COMBINATIONS = [
     {"priority"},
     {"priority", "residency_cap"},
@@ -37,77 +42,12 @@ COMBINATIONS = [
     {"residency_cap"},
     {"head_start", "residency_cap"},
 ]
-Clock = Callable[[Plan], float]
 
 
 @pytest.fixture(autouse=True)
 def _same_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test draws the same orders in each run: a proof may err in `ERROR_RATE` of all orders."""
     monkeypatch.setattr("counterpoint.planner.measured.draw_seed", lambda: 7)
-
-
-def work(name: str, *waits_for: int) -> GraphNode:
-    return GraphNode(kind="kernel", name=name, footprint=ROOMY, waits_for=waits_for)
-
-
-# The all-reduce is ready with 'long', loses the race and waits for its CTAs: a priority, a head start and caps all act.
-NODES = (
-    work("producer"),
-    work("long", 0),
-    work("longer", 1),
-    GraphNode(kind="kernel", name=ALL_REDUCE, footprint=SMALL, waits_for=(0,)),
-    work("last", 2, 3),
-)
-
-# The same by NCCL, whose CTA no cap lets in, beside shorter CTAs.
-NCCL_NODES = tuple(
-    replace(node, footprint=NCCL if node.name == ALL_REDUCE else replace(ROOMY, num_ctas=132 * 8 * 6)) for node in NODES
-)
-
-
-def read(
-    nodes: tuple[GraphNode, ...] = NODES,
-    lone_us: tuple[float, ...] = LONE_US,
-    num_bytes: int = 1 << 28,
-    collective: CollectiveKind = "all_reduce",
-) -> ReadGraph:
-    call = CollectiveCall(collective=collective, num_bytes=num_bytes, group_size=4)
-    calls = [call] * sum(node.name == ALL_REDUCE for node in nodes)
-    return read_graph("made up", nodes, calls, GraphTimes(device_name="NVIDIA H200", lone_us=lone_us), 4)
-
-
-def taking(times: dict[frozenset[str], float], otherwise: float = BASELINE_US) -> Clock:
-    """A clock by the kinds of controls in the plan."""
-    return lambda plan: times.get(controls_of(plan), otherwise)
-
-
-def only(*controls: str) -> frozenset[str]:
-    return frozenset(controls)
-
-
-def captured(
-    clock: Clock, *, faults: Faults | None = None, nodes: tuple[GraphNode, ...] = NODES, **more: object
-) -> ReplayDouble:
-    return ReplayDouble(GraphDouble(nodes, H200.gpu, faults), read(nodes), clock, **more)  # type: ignore[arg-type]
-
-
-def tuned(clock: Clock, *, num_rounds: int = 7, **more: object) -> MeasuredTuning:
-    return tune_measured(captured(clock, **more), H200, num_rounds=num_rounds)  # type: ignore[arg-type]
-
-
-def on_two_ranks(make: Callable[[Ranks, int], ReplayDouble]) -> list[Future[MeasuredTuning]]:
-    """Tune on two ranks at once; each gets the double that `make` builds for it."""
-    ranks = Ranks(2)
-    with ThreadPoolExecutor(2) as pool:
-        return [pool.submit(tune_measured, make(ranks, rank), H200, num_rounds=7) for rank in range(2)]
-
-
-def labels(tuning: MeasuredTuning) -> list[str]:
-    return [measurement.label for measurement in tuning.comparison.measurements]
-
-
-def refused(tuning: MeasuredTuning, control: str) -> list[str]:
-    return [refusal.reason for refusal in tuning.plan.refusals if refusal.control == control]
 
 
 @pytest.mark.parametrize("best", COMBINATIONS, ids=lambda best: " + ".join(sorted(best)))
@@ -429,92 +369,3 @@ def test_a_step_without_a_race_gets_no_untold_controls() -> None:
     replays = ReplayDouble(GraphDouble(nodes, H200.gpu), read(nodes, (50.0, 900.0, 50.0)), lambda _: BASELINE_US)
     found = tune_measured(replays, H200, num_rounds=5)
     assert [row.label for row in found.comparison.measurements] == [AS_IT_IS]
-
-
-# a second all-reduce behind the first, that copies cannot replace
-TWICE = (*NODES, GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(4,)))
-TWICE_US = (*LONE_US, 900.0)
-
-
-def movable(
-    clock: Clock, obstacles: dict[int, str], collective: CollectiveKind = "all_reduce", num_bytes: int = 1 << 28
-) -> MeasuredTuning:
-    """Tune the step with two collectives, for which copies are prepared where the obstacle is empty."""
-    graph = GraphDouble(TWICE, H200.gpu, obstacles=obstacles)
-    return tune_measured(ReplayDouble(graph, read(TWICE, TWICE_US, num_bytes, collective), clock), H200, num_rounds=7)
-
-
-@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
-def test_copies_are_measured_and_planned_for_what_can_be_moved_and_for_nothing_else(collective: CollectiveKind) -> None:
-    tuning = movable(taking({only("transport"): 700.0}, otherwise=900.0), {3: "", 5: "on rank 1: too far"}, collective)
-    assert controls_of(tuning.plan) == {"transport"}
-    (directive,) = tuning.plan.directives
-    assert directive.match.operations is None
-    assert directive.match.accepted(read(TWICE, TWICE_US, collective=collective).step) == (3,)
-    assert [engagement.state for engagement in tuning.engagements] == ["verified"]
-    assert tuning.plan.expectation.planned_us == 700.0
-
-
-@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
-def test_copies_that_are_slower_are_measured_and_left_out(collective: CollectiveKind) -> None:
-    tuning = movable(taking({only("transport"): 950.0, only("priority"): 800.0}), {3: "", 5: ""}, collective)
-    assert controls_of(tuning.plan) == {"priority"}
-    assert any(label in ("copy engines", "copies and sums") for label in labels(tuning))
-
-
-def test_where_nothing_can_be_moved_the_plan_says_why() -> None:
-    tuning = movable(taking({}), {3: "on rank 1: too far", 5: "on rank 1: too far"}, "all_to_all")
-    assert not any("copy engines" in label for label in labels(tuning))
-    assert "on rank 1: too far" in refused(tuning, "transport")
-
-
-def test_controls_that_still_help_are_measured_on_top_of_copies() -> None:
-    both = only("transport", "head_start"), only("transport", "priority")
-    tuning = movable(taking(dict.fromkeys(both, 600.0), otherwise=900.0), {3: "", 5: "too far"}, "all_to_all")
-    assert any("copy engines +" in label or "+ copy engines" in label for label in labels(tuning)), labels(tuning)
-
-
-def test_small_reductions_are_not_moved() -> None:
-    tuning = movable(taking({}), {3: "", 5: ""}, num_bytes=1 << 20)
-    assert not any("cop" in label for label in labels(tuning)), labels(tuning)
-
-
-KINDS: tuple[CollectiveKind, ...] = ("all_gather", "all_reduce")
-CALLS = [CollectiveCall(collective=kind, num_bytes=1 << 28, group_size=4) for kind in KINDS]
-GATHER_AND_REDUCE = read_graph("made up", TWICE, CALLS, GraphTimes(device_name="NVIDIA H200", lone_us=TWICE_US), 4)
-
-
-def gather_and_reduce(moved_us: dict[frozenset[int], float], obstacles: dict[int, str]) -> MeasuredTuning:
-    """Tune the step with two collectives, of which the second reduces; the clock goes by which of them copies move."""
-    found = GATHER_AND_REDUCE
-
-    def clock(plan: Plan) -> float:
-        each = enumerate(plan.controls_of(found.step))
-        return moved_us.get(frozenset(number for number, controls in each if MOVED in controls), BASELINE_US)
-
-    return tune_measured(ReplayDouble(GraphDouble(TWICE, H200.gpu, obstacles=obstacles), found, clock), H200, num_rounds=7)
-
-
-@pytest.mark.parametrize("best", [{3}, {3, 5}], ids=["without", "with"])
-def test_copies_with_and_without_reductions_are_both_measured_since_simulated_sums_may_be_too_fast(best: set[int]) -> None:
-    tuning = gather_and_reduce({frozenset(best): 700.0}, {3: "", 5: ""})
-    assert {"copy engines", "copy engines, reductions too"} < set(labels(tuning))
-    moved = {number for number, controls in enumerate(tuning.plan.controls_of(GATHER_AND_REDUCE.step)) if MOVED in controls}
-    assert moved == best
-
-
-def test_a_candidate_is_called_by_what_of_it_can_be_moved() -> None:
-    without_sums = gather_and_reduce({frozenset({3}): 700.0}, {3: "", 5: "too far"})
-    assert [label for label in labels(without_sums) if "cop" in label and "+" not in label] == ["copy engines"]
-    only_sums = gather_and_reduce({frozenset({5}): 700.0}, {3: "too far", 5: ""})
-    assert [label for label in labels(only_sums) if "cop" in label and "+" not in label] == ["copies and sums"]
-
-
-@pytest.mark.parametrize("light", [{3}, set()], ids=["prepared", "not prepared"])
-def test_a_light_kernel_that_measures_faster_is_planned_where_it_can_take_the_collectives_place(light: set[int]) -> None:
-    graph = GraphDouble(NCCL_NODES, H200.gpu, light=light)
-    clock = taking({only("light_kernel"): 700.0, only("priority"): 800.0})
-    tuning = tune_measured(ReplayDouble(graph, read(NCCL_NODES), clock), H200, num_rounds=7)
-    assert controls_of(tuning.plan) == ({"light_kernel"} if light else {"priority"})
-    assert all(engagement.state == "verified" for engagement in tuning.engagements)
-    assert refused(tuning, "light_kernel") == ([] if light else ["no light kernels were prepared"])
