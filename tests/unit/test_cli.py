@@ -1,7 +1,6 @@
-"""The command as a user meets it: what it prints, writes and returns, with the names of its options frozen."""
+"""The command as a user meets it: what it prints, writes and returns."""
 
 import gzip
-import io
 import json
 import os
 import re
@@ -10,25 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import click
 import pytest
 from click.shell_completion import ShellComplete
 
 from counterpoint import workloads
-from counterpoint.cli.main import COMPLETION_VARIABLE, app, main, run_command
+from counterpoint.cli.main import COMPLETION_VARIABLE, app
 from counterpoint.machine import load_machine, machine_names, save_template
 from counterpoint.units import format_rate
 from counterpoint.value import shipped_text
 from counterpoint.workloads import load_workload, workload_names
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
-from helpers.readability import of_markdown
 
 FSDP2 = TRACES / "fsdp2.rank0.json.gz"
 TP = TRACES / "tp.rank0.json.gz"
@@ -42,101 +36,6 @@ def as_json(*arguments: str | Path, cwd: Path | None = None) -> Any:
 
 def rows(found: Any) -> dict[str, Any]:
     return {row["name"]: row for row in found["step"]}
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        ("tune", ["--machine", "-o", "--output", "--timeline", "--json", "--help"]),
-        ("simulate", ["--machine", "--plan", "--timeline", "--json", "--help"]),
-        ("machines", ["--probe", "-o", "--output", "--json", "--help"]),
-    ],
-)
-def test_the_options_are_there_and_stay(command: str, options: list[str]) -> None:
-    done = counterpoint(command, "--help")
-    assert done.returncode == 0
-    found = re.findall(r"(?<![\w-])--?[a-z]+(?:-[a-z]+)*", done.stdout.split("Options:")[1])
-    assert set(options) <= set(found)
-
-
-def test_without_a_command_the_help_names_the_commands() -> None:
-    bare = counterpoint()
-    assert (bare.returncode, bare.stderr) == (0, "")
-    assert bare.stdout == counterpoint("--help").stdout
-    for command in ("tune", "simulate", "machines"):
-        assert re.search(rf"^  {command} ", bare.stdout, re.MULTILINE)
-
-
-def all_commands(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    yield above, group
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from all_commands(command, *above, name)
-        else:
-            yield (*above, name), command
-
-
-COMMANDS = dict(all_commands(app))
-
-
-def help_of(command: tuple[str, ...], columns: int) -> str:
-    """The help as the command prints it on a terminal of this width, without a process for each."""
-    printed = io.StringIO()
-    with patch.dict(os.environ, COLUMNS=str(columns)), redirect_stdout(printed):
-        assert run_command([*command, "-h"]) == 0
-    return printed.getvalue()
-
-
-@pytest.mark.parametrize("columns", [60, 80])
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_fits_the_terminal_and_cuts_no_sentence_and_no_option(command: tuple[str, ...], columns: int) -> None:
-    text, _, examples = help_of(command, columns).partition("\nExamples:\n")  # examples are never folded
-    assert max(map(len, text.splitlines())) <= columns
-    assert max(map(len, examples.splitlines()), default=0) <= 80
-    assert "..." not in text.partition("Options:")[2]
-    described = COMMANDS[command].help or ""
-    assert " ".join(described.split()) in " ".join(text.split())
-    for word in re.findall(r"--[a-z-]+", described):
-        assert word in text
-
-
-@pytest.mark.parametrize(
-    "command", [each for each, found in COMMANDS.items() if isinstance(found, click.Group)], ids=" ".join
-)
-def test_the_help_of_a_group_lists_each_of_its_commands_once(command: tuple[str, ...]) -> None:
-    group = COMMANDS[command]
-    assert isinstance(group, click.Group)
-    listed = re.findall(r"^  ([a-z]+)  +[A-Z]", help_of(command, 80).partition("Options:")[2], re.MULTILINE)
-    assert sorted(listed) == sorted(group.commands)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_option_with_a_value_tells_its_default_unless_there_is_nothing_without_it(command: tuple[str, ...]) -> None:
-    shown = help_of(command, 80).partition("Examples:")[0]
-    options = [" ".join(option.split()) for option in re.split(r"\n  (?=-)", shown.partition("Options:")[2])[1:]]
-    valued = [option for option in options if re.match(r"(-\w, )?--[a-z-]+ [A-Z]+ ", option)]
-    for option in valued:
-        if not re.search(r"^-o, |[Ss]ave |--plan FILE A plan that|--(step|compare|rules|fail-if|baseline|groups) ", option):
-            assert re.search(r"\[default: .+\]|\[required\]", option), option
-
-
-def test_the_help_is_easy_to_read() -> None:
-    found = of_markdown("\n\n".join(command.help or "" for command in COMMANDS.values()))
-    assert found.reading_ease > 50, found
-    assert found.words_per_sentence < 20, found
-
-
-def examples_of(command: click.Command) -> list[str]:
-    return [each.replace("\\\n", " ") for each in getattr(command, "examples", ())]
-
-
-@pytest.mark.parametrize("command", [each for each, found in COMMANDS.items() if examples_of(found)], ids=" ".join)
-def test_the_examples_of_the_help_can_be_parsed(command: tuple[str, ...]) -> None:
-    for example in examples_of(COMMANDS[command]):
-        words = shlex.split(re.split(r" >>? ~", example)[0])
-        typed = words[words.index("counterpoint") + 1 :]
-        assert tuple(typed[: len(command)]) == command
-        COMMANDS[command].make_context("counterpoint", typed[len(command) :])
 
 
 def test_tune_prints_the_step_the_verdict_the_reasons_and_the_lanes() -> None:
@@ -338,9 +237,9 @@ def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
     assert "\nGAIN  copy engines, reductions too: " in told
     for line in re.findall(r"counterpoint [a-z].*", told.partition("\nNext\n")[2]):
         command, *rest = shlex.split(line)[1:]
-        assert (command,) in COMMANDS
+        assert command in app.commands
         if rest != ["--help"]:
-            COMMANDS[(command,)].make_context(command, rest)
+            app.commands[command].make_context(command, rest)
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:
@@ -443,28 +342,6 @@ def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     assert (process.returncode, output, error) == (130, b"", b"")
 
 
-def misuses(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Every command with an option that it lacks, and with each of its options without the value."""
-    yield words, "--nope"
-    for parameter in command.params:
-        if isinstance(parameter, click.Option) and not parameter.is_flag:
-            yield words, parameter.opts[-1]
-    for name, each in getattr(command, "commands", {}).items():
-        yield from misuses(each, (*words, name))
-
-
-@pytest.mark.parametrize(("words", "option"), list(misuses(app)))
-def test_a_hint_at_help_names_the_command_that_was_used(
-    words: tuple[str, ...], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["counterpoint", *words, option])
-    with pytest.raises(SystemExit) as ending:
-        main()
-    said = capsys.readouterr().err
-    assert (ending.value.code, said.count("\n")) == (2, 1)
-    assert said.endswith(f" Try '{' '.join(('counterpoint', *words))} --help'.\n")
-
-
 SLOW_TO_LOAD = """
 import runpy, signal, sys, time
 class Slow:
@@ -495,16 +372,6 @@ def test_importing_the_package_loads_neither_numpy_nor_the_command_line() -> Non
     script = "import sys, counterpoint; print(sorted({'numpy', 'click', 'rich', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_help_loads_neither_numpy_nor_the_simulator() -> None:
-    script = (
-        "import sys\nfrom counterpoint.cli import main\nsys.argv = ['counterpoint', '--help']\n"
-        "try:\n    main.main()\nexcept SystemExit as ending:\n    assert not ending.code\n"
-        "print(sorted({'numpy', 'torch', 'multiprocessing', 'counterpoint.sim', 'counterpoint.traces'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_version_is_the_packages() -> None:
