@@ -27,7 +27,7 @@ from counterpoint.validation.cases import (
 )
 from counterpoint.validation.described import described_step, places_of
 from counterpoint.validation.figures import PredictedRow, figures_of
-from counterpoint.validation.outcome import Origin, as_read_today, validate_files
+from counterpoint.validation.outcome import Origin, Outcome, as_read_today, validate_files
 from counterpoint.validation.plans import plans_of, plans_of_limits
 from counterpoint.validation.records import (
     MeasuredCase,
@@ -228,8 +228,17 @@ def test_shipped_sets_hold_every_case_that_can_run_there_and_the_traces_that_the
         assert {each.name for each in path.with_suffix("").iterdir()} == named
 
 
-def test_shipped_bounds_hold_for_what_was_measured() -> None:
-    outcomes = [outcome for outcome in validate_files(shipped_measurements()) if outcome.machine == "h200"]
+@pytest.fixture(scope="module")
+def shipped_outcomes() -> tuple[Outcome, ...]:
+    """What the command finds for the measurements that ship with Counterpoint; that takes ten seconds."""
+    shown = counterpoint("validate", "--json")
+    assert shown.returncode == 0, shown.stderr
+    return msgspec.json.decode(shown.stdout, type=tuple[Outcome, ...])
+
+
+@pytest.mark.xdist_group("validation")
+def test_shipped_bounds_hold_for_what_was_measured(shipped_outcomes: tuple[Outcome, ...]) -> None:
+    outcomes = [outcome for outcome in shipped_outcomes if outcome.machine == "h200"]
     assert outcomes
     for basis in get_args(Origin):
         bounds = bounds_for(MACHINE, 2, basis)
@@ -282,11 +291,17 @@ def test_every_figure_of_an_unmeasured_machine_has_bounds(command: tuple[str, ..
     assert ("errors can exceed the gain" in done.stdout) == ("\nGAIN " in done.stdout)
 
 
-def test_validate_prints_figures_and_writes_json() -> None:
-    shown = counterpoint("validate", COLUMNS="200")
+@pytest.mark.xdist_group("validation")
+def test_validate_writes_json_of_all_shipped_files(shipped_outcomes: tuple[Outcome, ...]) -> None:
+    assert [outcome.file for outcome in shipped_outcomes] == [path.name for path in shipped_measurements()]
+    assert {found.origin for outcome in shipped_outcomes for found in outcome.origins} == set(get_args(Origin))
+
+
+def test_validate_prints_figures_of_a_file() -> None:
+    """Those of all shipped files are in docs/validation.md, whose commands run in the tests."""
+    (path,) = (path for path in shipped_measurements() if path.stem == "1x_h200")
+    shown = counterpoint("validate", path, COLUMNS="200")
     assert "from captured steps" in shown.stdout, shown.stderr
-    found = json.loads(counterpoint("validate", "--json").stdout)
-    assert {origin["origin"] for outcome in found for origin in outcome["origins"]} == set(get_args(Origin))
 
 
 @pytest.mark.parametrize(
