@@ -20,7 +20,7 @@ from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import CollectiveKind
 from counterpoint.units import format_bytes
 from helpers.command import COUNTERPOINT
-from helpers.ranks_of_node import ranks_of_node
+from helpers.ranks_of_node import TRAINING, ranks_of_node
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -51,7 +51,7 @@ Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names
 
 
 def job(num_ranks: int, *names: str) -> list[str]:
-    return [*ranks_of_node(num_ranks), str(JOB), *names]
+    return [*ranks_of_node(num_ranks, imports=TRAINING), str(JOB), *names]
 
 
 def start(*command: str | Path) -> Ended:
