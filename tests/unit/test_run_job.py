@@ -88,7 +88,8 @@ def test_tuning_finds_steps_by_itself_or_by_hand_and_saves_a_plan_that_runs_agai
 ) -> None:
     found = tmp_path / "found.toml"
     hand = ["--by-hand"] if by_hand else []
-    ended = run("--tune", "--budget", "120", "-o", found, "--", *TORCHRUN, JOB, driver, "--steps", "150", *hand)
+    launcher = ranks_of_node() if by_hand else TORCHRUN
+    ended = run("--tune", "--budget", "120", "-o", found, "--", *launcher, JOB, driver, "--steps", "150", *hand)
     assert ended.returncode == 0, ended.stderr
     assert sum("within 120 steps" in line for line in own_lines(ended)) == 1, ended.stderr
     assert sum("GAIN after" in line for line in own_lines(ended)) == 1, ended.stderr
@@ -246,16 +247,9 @@ def test_a_job_that_launches_nothing_on_a_gpu_is_told_so_in_one_line(tmp_path: P
 
 
 def test_a_failing_rank_gives_its_jobs_own_status_also_under_strict(driver: Path, tmp_path: Path) -> None:
-    plan = priority_plan(tmp_path)
-    bare = subprocess.run(
-        [*TORCHRUN, JOB, driver, "--steps", "2", "--exit", "5"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    ended = run("--strict", "--plan", plan, "--", *TORCHRUN, JOB, driver, "--steps", "2", "--exit", "5")
-    assert ended.returncode == bare.returncode != 0
+    job = [*ranks_of_node(), JOB, driver, "--steps", "2", "--exit", "5"]
+    ended = run("--strict", "--plan", priority_plan(tmp_path), "--", *job)
+    assert ended.returncode == 5, ended.stderr
 
 
 @pytest.mark.parametrize("fault", ["kill -9 of a rank", "Ctrl-C", "kill -9 of torchrun"])
