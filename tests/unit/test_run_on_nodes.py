@@ -1,8 +1,8 @@
-"""`counterpoint run` on 2 or 4 nodes of 2 ranks: on one host, but with an agent, a run, a folder and a rendezvous each.
+"""`counterpoint run` on 2 or 3 nodes of 1 or 2 ranks: on one host, but with an agent, a run, a folder and a rendezvous each.
 
 The nodes share nothing but the network: each `counterpoint run` starts its own torchrun, as Slurm or Kubernetes would do it.
-Each process that imports torch costs two seconds of a core, so a job serves several assertions, and where torchrun is not
-what is tested, a script without torch starts the ranks.
+Each process that imports torch costs two seconds of a core, and a rank that takes steps six, so a job serves several
+assertions, and where torchrun is not what is tested, a script forks the ranks.
 """
 
 import os
@@ -23,9 +23,9 @@ from helpers.ranks_of_node import free_port, ranks_of_node
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-NUM_NODES, RANKS_PER_NODE = 4, 2
+NUM_NODES, RANKS_PER_NODE = 3, 2
 LIMIT_S = 240
-pytestmark = pytest.mark.xdist_group("nodes")  # eight ranks at a time are enough for the host
+pytestmark = pytest.mark.xdist_group("nodes")  # six ranks at a time are enough for the host
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,9 +39,9 @@ def priority_plan(folder: Path) -> Path:
     return folder / "plan.toml"
 
 
-def torchrun(num_nodes: int, *rendezvous: str) -> list[str]:
+def torchrun(num_nodes: int, num_ranks: int, *options: str) -> list[str]:
     """What starts one node's ranks with an agent of torch."""
-    return [str(TORCHRUN), "--nnodes", str(num_nodes), "--nproc-per-node", str(RANKS_PER_NODE), *rendezvous]
+    return [str(TORCHRUN), "--nnodes", str(num_nodes), "--nproc-per-node", str(num_ranks), *options]
 
 
 def by_c10d(port: int) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def own_lines(errors: Sequence[str]) -> list[str]:
 def test_tuning_finds_a_plan_for_all_nodes_and_rank_0s_saves_it(driver: Path, tmp_path: Path) -> None:
     """Under c10d rendezvous."""
     port, found = free_port(), tmp_path / "found.toml"
-    commands = [[*torchrun(2, *by_c10d(port)), JOB, driver, "--steps", "150"]] * 2
+    commands = [[*torchrun(2, 1, *by_c10d(port)), JOB, driver, "--steps", "150"]] * 2
     with Nodes(tmp_path, supervised(("--tune", "--budget", "120", "-o", found), commands)) as nodes:
         statuses, errors = nodes.end()
     assert statuses == [0, 0], errors
@@ -126,7 +126,7 @@ def test_tuning_finds_a_plan_for_all_nodes_and_rank_0s_saves_it(driver: Path, tm
 def test_ranks_of_two_nodes_that_elastic_agents_start_again_get_the_plan_again(driver: Path, tmp_path: Path) -> None:
     """Each attempt has a store of its own: torch's shared one (2.13) gives gloo the addresses of the former ranks."""
     port = free_port()
-    agent = [TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *by_c10d(port)]
+    agent = torchrun(2, 1, "--max-restarts", "2", *by_c10d(port))
     job = [JOB, driver, "--steps", "40", "--fails-once", tmp_path / "failed"]
     run = supervised(("--plan", priority_plan(tmp_path)), [[*agent, *job]] * 2)
     with Nodes(tmp_path, run, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as nodes:
@@ -175,14 +175,14 @@ def test_a_node_without_the_filter_is_named_with_the_reason_and_the_job_runs_as_
 
 def test_a_node_that_nobody_supervises_is_named_as_well(driver: Path, tmp_path: Path) -> None:
     port = free_port()
-    job = [JOB, driver, "--steps", "10", "--absence-s", "12"]
+    job = [JOB, driver, "--steps", "10", "--absence-s", "6"]
     commands = [[*ranks_of_node(node=node, num_nodes=2, port=port), *job] for node in range(2)]
     started = [*supervised(("--plan", priority_plan(tmp_path)), commands[:1]), commands[1]]
     with Nodes(tmp_path, started) as nodes:
         statuses, errors = nodes.end()
     assert statuses == [0, 0], errors
     (line,) = [line for line in own_lines(errors) if "no filter" in line]
-    assert "ranks 2-3: no filter and no agent reported within 12 s of rank 0" in line
+    assert "ranks 2-3: no filter and no agent reported within 6 s of rank 0" in line
     assert "Start `counterpoint run` on each node" in line
 
 
@@ -190,19 +190,20 @@ def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(driver: Pa
     """Under static rendezvous; nobody hangs, and the nodes that are left prove what took effect on them."""
     port = free_port()
     job = [JOB, driver, "--steps", "1000000", "--began", tmp_path / "rank"]
-    commands = [[*torchrun(NUM_NODES, *static(node, port)), *job] for node in range(NUM_NODES)]
+    commands = [[*torchrun(NUM_NODES, RANKS_PER_NODE, *static(node, port)), *job] for node in range(NUM_NODES)]
+    everyone = range(NUM_NODES * RANKS_PER_NODE)
     with Nodes(tmp_path, supervised(("--plan", priority_plan(tmp_path)), commands)) as nodes:
         deadline = time.monotonic() + LIMIT_S
-        while not all((tmp_path / f"rank{rank}").exists() for rank in range(8)):
+        while not all((tmp_path / f"rank{rank}").exists() for rank in everyone):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        for pid in descendants(nodes.processes[3].pid):
+        for pid in descendants(nodes.processes[-1].pid):
             os.kill(pid, signal.SIGKILL)
         statuses, errors = nodes.end()
-    assert all(statuses[:3]), "torchrun says that ranks failed"
-    (line,) = [line for line in own_lines(errors[:3]) if "heard of" in line]
-    assert "ranks 6-7 (host " in line
+    assert all(statuses[:-1]), "torchrun says that ranks failed"
+    (line,) = [line for line in own_lines(errors[:-1]) if "heard of" in line]
+    assert "ranks 4-5 (host " in line
     assert "lost, or ended without a word" in line
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(8)] == ["-5"] * 8, "as the driver got it"
-    rows = [line.split() for text in errors[:3] for line in text.splitlines() if line.startswith("priority")]
-    assert sorted((row[3], row[-1]) for row in rows) == [(ranks, "verified") for ranks in ("0-1", "2-3", "4-5")], errors
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in everyone] == ["-5"] * len(everyone), "as the driver got it"
+    rows = [line.split() for text in errors[:-1] for line in text.splitlines() if line.startswith("priority")]
+    assert sorted((row[3], row[-1]) for row in rows) == [(ranks, "verified") for ranks in ("0-1", "2-3")], errors
