@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 HELPERS = Path(__file__).parent
 JOBS = HELPERS / "jobs"
 TESTS = HELPERS.parent
-NUM_SERVERS = 4  # further ranks are forked from the first ones' servers
+NUM_SERVERS = 2  # even and odd ranks have one each
 
 
 class Ended(NamedTuple):

@@ -1,6 +1,6 @@
 """A fork server for ranks: it imports torch and the operators once, and each job's ranks are forks of it.
 
-Importing takes a rank five seconds of processor time, more than most jobs run. The first four ranks have a server each, so
+Importing takes a rank five seconds of processor time, more than most jobs run. Even and odd ranks have a server each, so
 that hash seeds still differ between ranks: order by hash, which may not reach a collective, stays different. What a job
 itself imports, and what reads the environment, is imported after the fork.
 """
