@@ -1,6 +1,6 @@
 """Settings of all tests.
 
-Hypothesis draws the same examples in every run, so that a run fails only for what changed. It sets no time limit per
+Hypothesis draws the same examples in every run, so that a run fails only for what changed. No example has a time limit,
 since a busy machine is not a failure. Jobs that tests start can be interrupted, also where a shell runs the tests in the
 background and so ignores Ctrl-C for them. Commands that tests start find `counterpoint` and `torchrun` of this
 environment, also where it is not activated. Python keeps what it compiled, also where the environment says otherwise:
