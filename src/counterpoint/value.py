@@ -127,7 +127,9 @@ def save_text(path: Path | str, text: str, what: str, error: type[CounterpointEr
 
 def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
     """Refuse, before any work is done, an output that cannot be written or that the command already uses."""
-    taken = {Path(path).resolve() for path in inputs if path is not None}
+    taken = {
+        Path(os.path.realpath(path)) for path in inputs if path is not None
+    }  # `Path.resolve` fails at links in a circle
     for path in outputs:
         if path is None:
             continue
@@ -135,7 +137,10 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
             raise CounterpointError(
                 "'-' cannot be used as a file: standard output has the report. Name a file, as in ./plan.toml."
             )
-        folder = path.absolute().parent
+        target = Path(os.path.realpath(path))
+        if target.is_symlink():
+            raise CounterpointError(f"Cannot write '{shown_path(path)}': its links lead in a circle. Name another file.")
+        folder = target.parent
         if path.is_dir():
             raise CounterpointError(f"Cannot write '{shown_path(path)}': it is a folder. Name a file.")
         if not folder.is_dir():
@@ -145,9 +150,9 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
             )
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise CounterpointError(f"Cannot write '{shown_path(path)}': permission denied. Name a file that you may write.")
-        if path.resolve() in taken:
+        if target in taken:
             raise CounterpointError(f"Cannot write '{shown_path(path)}': this command already uses that file. Name another.")
-        taken.add(path.resolve())
+        taken.add(target)
 
 
 def write_whole(path: Path, content: bytes) -> None:

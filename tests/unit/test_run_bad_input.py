@@ -60,6 +60,20 @@ def test_a_plan_is_not_overwritten_by_the_one_found(tmp_path: Path) -> None:
     assert "already uses that file" in refused(tmp_path, "--tune", "--plan", path, "-o", path)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--plan", "circle.toml"), "Too many levels of symbolic links"),
+        (("--tune", "-o", "circle.toml"), "its links lead in a circle"),
+        (("--tune", "-o", "astray.toml"), "does not exist"),
+    ],
+)
+def test_links_that_lead_nowhere(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    (tmp_path / "circle.toml").symlink_to("circle.toml")
+    (tmp_path / "astray.toml").symlink_to("no/folder/found.toml")
+    assert words in refused(tmp_path, *options)
+
+
 def test_the_step_of_another_plan(tmp_path: Path) -> None:
     save_plan(Plan(step_name="other", step_fingerprint="0" * 16, directives=Plan().directives), tmp_path / "p.toml")
     path = tmp_path / "p.toml"
