@@ -12,7 +12,6 @@ from counterpoint.controls import CommunicationCtas, Control, ScheduleChoice
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
-from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.schedule import SEQUENTIAL
@@ -21,7 +20,7 @@ from counterpoint.supervised.environment import IN_JOB, job_environment
 from counterpoint.supervised.process import Ended
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_process, prove_rule
 from counterpoint.supervised.run import RunOutcome, prove_setting
-from counterpoint.supervised.settings import LiveRecord, Setting, Totals, add_counters
+from counterpoint.supervised.settings import LiveRecord, Setting, Stage, Totals, add_counters
 from helpers.live_job_double import NCCL, nccl, seen
 
 CAP = FilterRule(pattern="long*", dynamic_shared_bytes=115_840, ctas_per_sm=1, carveout_percent=100)
@@ -225,13 +224,13 @@ def printed(*processes: ProcessProof, width: int = 200) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize("num_tried", [0, 1])
-def test_nothing_was_changed_only_where_no_path_was_tried_either(num_tried: int) -> None:
-    times = Measurement(label="as it is", median_us=1, least_us=1, ratio=1, spread=0, num_rounds=1)
-    record = LiveRecord(stage="decided", measurements=(times,) * (1 + num_tried))
+@pytest.mark.parametrize("stage", ["warming up", "trying candidates", "decided", "stopped"])
+@pytest.mark.parametrize("num_steps", [1, 20])
+def test_nothing_was_changed_only_where_no_path_was_tuned_either(num_steps: int, stage: Stage) -> None:
+    record = LiveRecord(stage=stage, num_steps=num_steps, notes=("why",))
     output = io.StringIO()
     print_outcome(Console(file=output, width=200), outcome_of(record=record))
-    assert ("nothing was changed: no process" in output.getvalue()) == (num_tried == 0)
+    assert ("nothing was changed: no process" in output.getvalue()) == (num_steps == 1)
 
 
 def told(record: LiveRecord | None, rank: int = 0, is_tuned: bool = True) -> str:

@@ -99,8 +99,10 @@ class RunOutcome(Value, frozen=True, kw_only=True):
 
     @property
     def has_acted(self) -> bool:
-        """Whether a process reached a GPU, or a candidate was measured without one."""
-        return bool(self.processes) or (self.record is not None and self.record.has_tried)
+        """Whether a process reached a GPU, or paths were tuned without one: a job with nothing to tune is left after its
+        first step.
+        """
+        return bool(self.processes) or (self.record is not None and self.record.num_steps > 1)
 
     @property
     def plan_found(self) -> Plan | None:
