@@ -127,9 +127,8 @@ def save_text(path: Path | str, text: str, what: str, error: type[CounterpointEr
 
 def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
     """Refuse, before any work is done, an output that cannot be written or that the command already uses."""
-    taken = {
-        Path(os.path.realpath(path)) for path in inputs if path is not None
-    }  # `Path.resolve` fails at links in a circle
+    # not `Path.resolve`, which raises an error of its own where links lead in a circle
+    taken = {Path(os.path.realpath(path)) for path in inputs if path is not None}
     for path in outputs:
         if path is None:
             continue
