@@ -118,9 +118,8 @@ class LiveTuner:
         reason = self._job.paths.why_apart() if self._follower.lockstep.is_on else ""
         if reason:
             self._follower.in_force.keep_paths()
-            self.revert()
             self._follower.lockstep.end()
-            self._teller.tell("stopped", f"stopped after {self._teller.steps()}: {reason}; the job runs unchanged")
+            self._stop(reason)
         return bool(reason)
 
     def optimizer_made(self) -> None:
@@ -141,6 +140,11 @@ class LiveTuner:
     def revert(self) -> None:
         """Return to the unmodified job."""
         self._follower.in_force.use(UNCHANGED)
+
+    def _stop(self, reason: str) -> None:
+        """Return to the unmodified job for good, and print why."""
+        self.revert()
+        self._teller.tell("stopped", f"stopped after {self._teller.steps()}: {reason}; the job runs unchanged")
 
     def job_ends(self) -> None:
         """Save the counts. Other ranks may go on for more steps, each on its own; then none waits for rank 0."""
@@ -168,10 +172,7 @@ class LiveTuner:
                 begun = yield from self._watch(decided)
                 self._num_reopened += 1
         except TuningStopped as problem:
-            self.revert()
-            self._teller.tell(
-                "stopped", f"live tuning stopped after {self._teller.steps()}: {problem}; the job runs unchanged"
-            )
+            self._stop(str(problem))
 
     # --- paths ---
 
