@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -239,7 +240,7 @@ def test_the_demo_shows_a_gain_and_commands_to_try_next(tmp_path: Path) -> None:
         command, *rest = shlex.split(line)[1:]
         assert command in app.commands
         if rest != ["--help"]:
-            app.commands[command].make_context(command, rest)
+            app.commands[command].make_context(command, rest, parent=click.Context(app, **app.context_settings))
 
 
 def test_machines_are_listed_and_shown_with_sources() -> None:

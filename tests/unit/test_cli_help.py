@@ -110,7 +110,8 @@ def test_the_examples_of_the_help_can_be_parsed(command: tuple[str, ...]) -> Non
         words = shlex.split(re.split(r" >>? ~", example)[0])
         typed = words[words.index("counterpoint") + 1 :]
         assert tuple(typed[: len(command)]) == command
-        COMMANDS[command].make_context("counterpoint", typed[len(command) :])
+        parent = click.Context(app, **app.context_settings)  # a command keeps the help option of its first context
+        COMMANDS[command].make_context("counterpoint", typed[len(command) :], parent=parent)
 
 
 def misuses(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
