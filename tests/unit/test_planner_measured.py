@@ -44,10 +44,7 @@ COMBINATIONS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _same_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test draws the same orders in each run: a proof may err in `ERROR_RATE` of all orders."""
-    monkeypatch.setattr("counterpoint.planner.measured.draw_seed", lambda: 7)
+pytestmark = pytest.mark.usefixtures("same_orders")
 
 
 @pytest.mark.parametrize("best", COMBINATIONS, ids=lambda best: " + ".join(sorted(best)))

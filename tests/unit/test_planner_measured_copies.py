@@ -25,12 +25,7 @@ from helpers.measured_step import (
 from helpers.toy_steps import NCCL
 from helpers.trace_builder import NCCL as ALL_REDUCE
 
-
-@pytest.fixture(autouse=True)
-def _same_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test draws the same orders in each run: a proof may err in `ERROR_RATE` of all orders."""
-    monkeypatch.setattr("counterpoint.planner.measured.draw_seed", lambda: 7)
-
+pytestmark = pytest.mark.usefixtures("same_orders")
 
 # a second all-reduce behind the first, that copies cannot replace
 TWICE = (*NODES, GraphNode(kind="kernel", name=ALL_REDUCE, footprint=NCCL, waits_for=(4,)))

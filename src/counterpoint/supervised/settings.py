@@ -103,15 +103,10 @@ class LiveRecord(Value, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def has_tried(self) -> bool:
-        """Whether a candidate was measured."""
-        return len(self.measurements) > 1
-
-    @property
     def is_untried(self) -> bool:
         """Whether there were candidates, and the budget had no room for any."""
         refusals = () if self.plan is None else self.plan.refusals
-        return not self.has_tried and any(refusal.control == CANDIDATE for refusal in refusals)
+        return len(self.measurements) < 2 and any(refusal.control == CANDIDATE for refusal in refusals)
 
 
 class Totals(Value, frozen=True, kw_only=True):

@@ -34,9 +34,8 @@ def start(local: int) -> int:
 
 node, num_nodes, num_ranks, port = (int(word) for word in sys.argv[1:5])
 shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks * num_nodes)}
-is_odd, num_processes = bool(os.environ.pop(ODD, "")), 1 + (num_ranks > 2)
-needs_second = num_processes > 1 and not is_odd
-others = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {ODD: "1"})] if needs_second else []
+is_split, is_odd = num_ranks > 2, bool(os.environ.pop(ODD, ""))
+others = [subprocess.Popen([sys.executable, *sys.argv], env=os.environ | {ODD: "1"})] if is_split and not is_odd else []
 import_for_forks(sys.argv[5].split(","))
-pids = [start(local) for local in range(is_odd, num_ranks, num_processes)]
+pids = [start(local) for local in range(is_odd, num_ranks, 1 + is_split)]
 sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] + [each.wait() for each in others]))
