@@ -35,6 +35,7 @@ GROUPS = {
     "fsdp2, as frameworks use it": (
         "fsdp2_as_frameworks_use_it",
         "fsdp2_divides_gradients_as_told",
+        "fsdp2_in_place",
         "fsdp2_on_a_mesh_of_two_dimensions",
     ),
     "fsdp2, switched": (

@@ -37,6 +37,7 @@ SECTIONS = (
     "fsdp2_refuses_a_buffer_in_use",
     "fsdp2_as_frameworks_use_it",
     "fsdp2_divides_gradients_as_told",
+    "fsdp2_in_place",
     "fsdp2_on_a_mesh_of_two_dimensions",
     "fsdp2_switches_between_steps",
     "fsdp2_refuses_a_second_call",

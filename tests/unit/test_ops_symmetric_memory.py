@@ -195,14 +195,14 @@ def test_lanes_copy_rows_at_equal_distances(
     start, step = distance
     places = [slice(first, first + 4 * step - (step - 1), step) for first in (start * each for each in range(3))]
     blocks = [torch.arange(12 * 5.0).view(12, 5) + 100 * lane.rank for lane in lanes]
-    arrived = [lane.exchange([given[place] for place in places]) for lane, given in zip(lanes, blocks, strict=True)]
+    arrived = [lane.exchange([[given[place]] for place in places]) for lane, given in zip(lanes, blocks, strict=True)]
     for lane, found in zip(lanes, arrived, strict=True):
         assert torch.equal(found.completed(), torch.stack([given[places[lane.rank]].flatten() for given in blocks]))
     outputs = [torch.zeros(12, 5) for _ in lanes]
     for lane in lanes:
         lane.shared(20, torch.float32).copy_(torch.arange(20.0) + 100 * lane.rank)
     for lane, output in zip(lanes, outputs, strict=True):
-        lane.fetch([output[place] for place in places])
+        lane.fetch([[output[place]] for place in places])
         for peer, place in enumerate(places):
             wanted = torch.arange(20.0) + 100 * peer if peer != lane.rank else torch.zeros(20)
             assert torch.equal(output[place].flatten(), wanted)

@@ -4,10 +4,14 @@
     use.use(gathers=True, reduces=False)       # from the next step on, on every rank
     use.undo()
 
-Gathered parameters are in symmetric memory, into which FSDP writes a rank's own part and copy engines bring the others',
-so there is no more copying than with NCCL. The memory is `num_buffers` times the largest gathered group, which FSDP
-would otherwise allocate on demand, and one more for gradients. FSDP keeps two groups gathered at once, and one more for
-each group that it is told to prefetch. A buffer that is still in use when its turn comes is never overwritten.
+FSDP gathers into a flat buffer, and its kernel copies every parameter out of it on the computation's stream. Here copy
+engines bring the parts to where the parameters are, so that kernel has nothing to do. Gradients are likewise sent from where
+they are (`in_place.py`). The symmetric memory is this rank's part of three groups, and one more block for each rank of the
+largest group for gradients.
+
+Small parameters, parameters of several types, and those that are sharded along another dimension go through flat buffers.
+These are in symmetric memory: `num_buffers` times the largest such group. FSDP keeps two groups gathered at once, and one
+more for each group that it is told to prefetch. A buffer that is still in use when its turn comes is never overwritten.
 
 FSDP arranges its backward pass so that one reduce-scatter is in flight at a time; copies keep that. The divisor is read
 from FSDP's group of parameters, because the library's reduction hides it in an opaque operation. The all-reduce between
@@ -16,6 +20,7 @@ replicas of shards (HSDP) stays with the library.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -30,17 +35,21 @@ from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.display import capped
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
+from counterpoint.integrations.in_place import LEAST_PIECE_BYTES, GatherInPlace, ReduceInPlace, can_gather_in_place
 from counterpoint.integrations.lane_collectives import (
     SWITCHED_OFF,
     Tally,
     future_of,
-    gather_in_place,
+    gather_into_buffer,
     reduce_scatter,
+    require_bytes,
     require_least_part,
     require_switch,
     streams_of,
 )
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
+from counterpoint.integrations.parameter_memory import ParameterMemory
+from counterpoint.integrations.stand_ins import StandIn
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.value import require
 
@@ -57,8 +66,17 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the gathered parameters; FSDP copies this rank's part into it."""
         # after forward the parameters may be sharded among fewer ranks (reshard_after_forward=4)
-        buffers = self._in_use.buffers_of(self._parameters._all_gather_process_group)
-        output = buffers.take(size, dtype, "" if self._in_use.are_gathers_on else SWITCHED_OFF)
+        group = self._parameters._all_gather_process_group
+        buffers, obstacle = self._in_use.buffers_of(group), "" if self._in_use.are_gathers_on else SWITCHED_OFF
+        (num_elements,) = map(int, size)
+        num_bytes, parameters = num_elements * dtype.itemsize, self._parameters.fsdp_params
+        piece_bytes, least_bytes = num_bytes / (group.size() * len(parameters)), self._in_use.least_piece_bytes
+        if buffers.is_on_one_host and can_gather_in_place(parameters, dtype, piece_bytes, least_bytes):
+            lane = buffers.take_lane(num_bytes, obstacle)
+            if lane is not None:
+                return GatherInPlace(parameters, lane, buffers, self._in_use.memory).stand_in(size, dtype, device)
+            return torch.empty(*size, dtype=dtype, device=device)
+        output = buffers.take(size, dtype, obstacle)
         return torch.empty(*size, dtype=dtype, device=device) if output is None else output
 
     def __call__(
@@ -70,16 +88,19 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
     ) -> dist.Work | None:
         """Fetch the other ranks' parts; FSDP waits for the current stream, or for the returned work."""
         buffers = self._in_use.buffers_of(group)
-        lane = buffers.lane_of(output_tensor)
-        if lane is None:
+        if isinstance(output_tensor, StandIn):
+            lane, gather = output_tensor.owner.lane, partial(output_tensor.owner.fetch, input_tensor)
+        elif found := buffers.lane_of(output_tensor):
+            lane, gather = found, partial(gather_into_buffer, found, buffers.levels, output_tensor)
+        else:
             work: dist.Work | None = library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         if not async_op or output_tensor.device.type == "cpu":
-            gather_in_place(lane, buffers.levels, output_tensor)
+            gather()
             return None
         with lane.issuing():
-            gather_in_place(lane, buffers.levels, output_tensor)
-            future = future_of(output_tensor, streams_of(output_tensor))
+            gather()
+            future = future_of(input_tensor, streams_of(input_tensor))
         return torch._C._distributed_c10d._create_work_from_future(future)
 
 
@@ -89,10 +110,16 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
 
     def __init__(self, parameters: FSDPParamGroup, in_use: "CopyEnginesInUse") -> None:
         self._parameters, self._in_use = parameters, in_use
+        self._awaited = 0  # elements of the sums that FSDP allocates next
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return ordinary memory: blocks are sent from where they are."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """Return memory for gradients that are to be reduced, then for their sums: a stand-in, then ordinary memory."""
+        num_elements, num_ranks = int(size[0]), self._parameters._reduce_scatter_process_group.size()
+        is_output, self._awaited = num_elements == self._awaited, 0
+        if is_output or num_ranks == 1 or not self._in_use.are_reduces_on:
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._awaited = num_elements // num_ranks
+        return ReduceInPlace(num_ranks, self._in_use.least_piece_bytes).stand_in(size, dtype, device)
 
     def __call__(
         self,
@@ -107,16 +134,26 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         divisor = self._divisor(op, group.size())
         obstacle = self._obstacle(divisor) or lanes.obstacle_to("reduce_scatter", input_tensor.nbytes)
         num_hosts = 1 if obstacle else lanes.num_hosts
-        part_bytes, is_librarys = output_tensor.nbytes * num_hosts, tally.is_librarys
+        in_place: ReduceInPlace | None = input_tensor.owner if isinstance(input_tensor, StandIn) else None
+        if in_place is not None and (num_hosts > 1 or not in_place.block_bytes):
+            input_tensor, in_place = in_place.flatten(input_tensor), None
+        block_bytes = in_place.block_bytes if in_place else output_tensor.nbytes
+        part_bytes, is_librarys = block_bytes * num_hosts, tally.is_librarys
         if not (async_op or is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle)):
-            blocks = input_tensor.view(group.size(), -1)
             try:
-                tally.count_copies(reduce_scatter(lanes.next(), lanes.levels, output_tensor, blocks, divisor), num_hosts)
+                lane, levels = lanes.next(), lanes.levels
+                if in_place:
+                    num_bytes = in_place.reduce(lane, levels, output_tensor, divisor)
+                else:
+                    num_bytes = reduce_scatter(lane, levels, output_tensor, input_tensor.view(group.size(), -1), divisor)
+                tally.count_copies(num_bytes, num_hosts, is_in_place=in_place is not None)
             except RefusedTogetherError as refusal:
                 lanes.give_up(refusal)
                 tally.count_library(lanes.obstacle)
             else:
                 return None
+        if in_place:
+            input_tensor = in_place.flatten(input_tensor)
         work: dist.Work | None = library_reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
@@ -151,6 +188,8 @@ class CopyEnginesInUse:
         self._reduces: dict[str, tuple[Lanes, Tally]] = {}
         self._earlier: list[tuple[FSDPParamGroup, AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
+        self.memory = ParameterMemory(device)
+        self.least_piece_bytes = LEAST_PIECE_BYTES
         self.are_gathers_on = self.are_reduces_on = False
         self.refused: dict[str, str] = {}  # modules that stay unchanged, and why
 
@@ -244,6 +283,7 @@ class CopyEnginesInUse:
     def take_over(self, parameters: FSDPParamGroup) -> None:
         """Replace this group of parameters' collectives by copies."""
         self._earlier.append((parameters, parameters._all_gather_comm, parameters._reduce_scatter_comm))
+        self.memory.adopt(parameters)
         parameters._all_gather_comm = GatherByCopies(parameters, self)
         parameters._reduce_scatter_comm = ReduceByCopies(parameters, self)
 
@@ -251,6 +291,7 @@ class CopyEnginesInUse:
         """Restore the original collectives. Call it between steps, on every rank."""
         for parameters, gather, reduce in self._earlier:
             parameters._all_gather_comm, parameters._reduce_scatter_comm = gather, reduce
+        self.memory.undo(parameters for parameters, _, _ in self._earlier)
         self.are_gathers_on = self.are_reduces_on = False
         self._earlier.clear()
         while self._claims:
@@ -262,13 +303,15 @@ def use_copy_engines(
     *,
     num_buffers: int | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
+    least_piece_bytes: int = LEAST_PIECE_BYTES,
     across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
 ) -> CopyEnginesInUse:
     """Let copy engines gather and reduce for every FSDP2 module of the model; call it on every rank, between two steps.
 
-    `num_buffers`: concurrently gathered groups; None makes as many as FSDP turns out to hold. `least_part_bytes`: groups
-    with less on each rank stay with the library. `across_hosts`: whether collectives of several hosts are split into two
+    `num_buffers`: concurrently gathered flat buffers; None makes as many as FSDP turns out to hold. `least_part_bytes`:
+    groups with less on each rank stay with the library. `least_piece_bytes`: groups whose parameters have less on each rank,
+    on average, go through flat buffers. `across_hosts`: whether collectives of several hosts are split into two
     levels. `is_on`: False leaves everything to the library until `use(...)`. Raises `IntegrationError`.
     """
     require(
@@ -289,6 +332,7 @@ def use_copy_engines(
         f"found {num_buffers!r}. Leave it out, and FSDP gets as many as it needs.",
     )
     require_least_part(least_part_bytes)
+    require_bytes("least_piece_bytes", least_piece_bytes, "0 moves all parameters and gradients in place.")
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     groups = {name or "the root": _parameters_of(module) for name, module in modules.items()}
@@ -303,6 +347,7 @@ def use_copy_engines(
                 in_use.refused[name] = "its parameters are replicated, not sharded"
     if in_use is None or not in_use._earlier:
         raise IntegrationError(f"No FSDP2 module of {type(model).__name__} has sharded parameters. Shard one that has some.")
+    in_use.least_piece_bytes = least_piece_bytes
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Sequence
 from functools import cache
 from itertools import count
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -39,38 +39,66 @@ class GatherBuffers:
     ) -> None:
         num_buffers, across_hosts = choices
         self._lanes = Lanes(place, num_buffers or FIRST_BUFFERS, across_hosts)
+        group, device, purpose = place
+        self._shards = Lanes((group, device, f"{purpose} in place"), FIRST_BUFFERS, is_shared_only=True)
         self._num_ranks = place[0].size()
         self._can_grow = num_buffers is None
         self._holders: dict[AbstractLane, weakref.ref[torch.Tensor]] = {}
+        self._reads: dict[AbstractLane, Any] = {}  # the last read of a lane's shared part by this rank itself
         self.tally = tally
 
     @property
     def num_buffers(self) -> int:
-        """The number of buffers so far."""
-        return len(self._lanes)
+        """The number of flat buffers so far; none before the first is taken."""
+        return len(self._lanes) if self._holders else 0
 
     def take(self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, obstacle: str) -> torch.Tensor | None:
         """Return a buffer for a gather, or None if the library is to gather, because of `obstacle` or another reason."""
         num_elements = math.prod(int(length) for length in size)
-        num_bytes = num_elements * dtype.itemsize
-        obstacle = obstacle or self._lanes.obstacle_to("all_gather", num_bytes)
-        num_hosts = 1 if obstacle else self._lanes.num_hosts
-        part_bytes = num_bytes // self._num_ranks * num_hosts  # that ranks of a host send each other
-        is_librarys = self.tally.is_librarys
-        if is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle):
+        lane = self._next_lane(self._lanes, num_elements * dtype.itemsize, obstacle)
+        if lane is None:
             return None
-        try:
-            self._make_free()
-            self._lanes.reserve(part_bytes, 1)
-        except RefusedTogetherError as refusal:
-            self._lanes.give_up(refusal)
-            self.tally.count_library(self._lanes.obstacle)
-            return None
-        lane = self._lanes.next()
         output = lane.gathered(num_elements, dtype).view(*size)
         self._holders[lane] = weakref.ref(output)
-        self.tally.count_copies((lane.num_ranks - 1) * part_bytes, num_hosts)
         return output
+
+    def take_lane(self, num_bytes: int, obstacle: str) -> AbstractLane | None:
+        """Return a lane for a gather in place of so many bytes, or None if the library is to gather. The current stream
+        follows this rank's own reads of the lane's shared part; the lane's flags tell of the others' only.
+        """
+        lane = self._next_lane(self._shards, num_bytes, obstacle)
+        if lane is not None and lane in self._reads:
+            torch.cuda.current_stream(self._shards.device).wait_event(self._reads[lane])
+        return lane
+
+    def note_read(self, lane: AbstractLane) -> None:
+        """Note that this rank reads the lane's shared part in the work issued so far on the current stream."""
+        if self._shards.device.type == "cuda":
+            self._reads[lane] = torch.cuda.current_stream(self._shards.device).record_event()
+
+    def _next_lane(self, lanes: Lanes, num_bytes: int, obstacle: str) -> AbstractLane | None:
+        obstacle = obstacle or lanes.obstacle_to("all_gather", num_bytes)
+        num_hosts = 1 if obstacle else lanes.num_hosts
+        part_bytes = num_bytes // self._num_ranks * num_hosts  # that ranks of a host send each other
+        is_librarys = self.tally.is_librarys
+        if is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle):
+            return None
+        try:
+            if lanes is self._lanes:
+                self._make_free()
+            lanes.reserve(part_bytes, 1)
+        except RefusedTogetherError as refusal:
+            lanes.give_up(refusal)
+            self.tally.count_library(lanes.obstacle)
+            return None
+        lane = lanes.next()
+        self.tally.count_copies((lane.num_ranks - 1) * part_bytes, num_hosts, is_in_place=lanes is self._shards)
+        return lane
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether parameters can be gathered in place, without the library between hosts."""
+        return self._lanes.num_hosts == 1
 
     def _make_free(self) -> None:
         """Make sure that the next lane's buffer is free: add one, or raise `IntegrationError` if their number is fixed."""

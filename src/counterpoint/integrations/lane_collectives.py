@@ -48,6 +48,7 @@ class Tally:
         self._by_library: dict[str, int] = {}
         self.num_by_copies = 0
         self.num_in_two_levels = 0  # of those by copies: the library did the level between hosts
+        self.num_in_place = 0  # of those by copies: without FSDP's flat buffers
         self.num_bytes = 0  # bytes that copies moved from this rank to others
 
     @property
@@ -83,9 +84,10 @@ class Tally:
             warn_from_first_rank(line, self._what, words or reason, group=group or self._group)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
-    def count_copies(self, num_bytes: int, num_hosts: int = 1) -> None:
+    def count_copies(self, num_bytes: int, num_hosts: int = 1, *, is_in_place: bool = False) -> None:
         """Count one more by copies, which moved this many bytes from this rank to others on its host."""
         self.num_by_copies += 1
+        self.num_in_place += is_in_place
         self.num_in_two_levels += num_hosts > 1
         self.num_bytes += num_bytes
 
@@ -95,17 +97,23 @@ class Tally:
         """
         reasons = "; ".join(f"{number}: {reason}" for reason, number in self._by_library.items())
         library = f"{self.num_by_library} times by the library" + (f" ({reasons})" if reasons else "")
-        in_levels = f", {self.num_in_two_levels} in two levels" if self.num_in_two_levels else ""
-        sent = f"{format_bytes(self.num_bytes)} sent{in_levels}"
+        forms = {"in place": self.num_in_place, "in two levels": self.num_in_two_levels}
+        found = [f"{format_bytes(self.num_bytes)} sent", *(f"{number} {form}" for form, number in forms.items() if number)]
+        sent = ", ".join(found)
         return f"{self._what}: {self.num_by_copies} times by copies ({sent}), {library}"
 
 
 def require_least_part(least_part_bytes: object) -> None:
     """Raise `IntegrationError` unless this is a number of bytes."""
+    require_bytes("least_part_bytes", least_part_bytes, "0 leaves nothing to the library.")
+
+
+def require_bytes(name: str, num_bytes: object, advice: str) -> None:
+    """Raise `IntegrationError` unless this is a number of bytes."""
     require(
-        isinstance(least_part_bytes, int) and least_part_bytes >= 0,
+        isinstance(num_bytes, int) and num_bytes >= 0,
         IntegrationError,
-        f"least_part_bytes must be a whole number, 0 or more; found {least_part_bytes!r}. 0 leaves nothing to the library.",
+        f"{name} must be a whole number, 0 or more; found {num_bytes!r}. {advice}",
     )
 
 
@@ -184,13 +192,13 @@ def all_reduce(lane: AbstractLane, levels: HostLevels, bucket: torch.Tensor, wir
     def issue() -> int:
         blocks = wire.encode(bucket, lane.num_ranks)
         levels.reserve(lane, max(block.nbytes for block in blocks))
-        arrived = lane.exchange(blocks)
+        arrived = lane.exchange([[block] for block in blocks])
         own = blocks[lane.rank]
         shared = lane.shared(own.numel(), own.dtype)
         wire.reduce(arrived, shared, levels.num_hosts, own if levels.num_hosts == 1 else None)
         lane.release()
         levels.all_reduce(shared)
-        lane.fetch(blocks)
+        lane.fetch([[block] for block in blocks])
         if levels.num_hosts > 1:
             own.copy_(shared)
         wire.decode(blocks, bucket)
@@ -210,7 +218,7 @@ def reduce_scatter(
     def issue() -> int:
         num_bytes = levels.num_hosts * int(output.nbytes)
         levels.reserve(lane, num_bytes)
-        arrived = lane.exchange([levels.of_place(peer, blocks) for peer in range(lane.num_ranks)])
+        arrived = lane.exchange([[levels.of_place(peer, blocks)] for peer in range(lane.num_ranks)])
         here = output if levels.num_hosts == 1 else output.new_empty(levels.num_hosts * output.numel())
         sum_arrived(arrived, here, divisor)
         lane.release()
@@ -236,13 +244,13 @@ def all_gather(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, gi
         own = targets[lane.rank]
         if levels.num_hosts > 1 or own.data_ptr() != given.data_ptr():
             own.copy_(shared.view(own.shape))
-        lane.fetch(targets)
+        lane.fetch([[target] for target in targets])
         return (lane.num_ranks - 1) * num_bytes
 
     return _repeat(lane, levels, ("all_gather", outputs, given), issue)
 
 
-def gather_in_place(lane: AbstractLane, levels: HostLevels, output: torch.Tensor) -> None:
+def gather_into_buffer(lane: AbstractLane, levels: HostLevels, output: torch.Tensor) -> None:
     """Fill in all parts of `output` (flat), which the lane's `gathered` returned, but the group's own."""
 
     def issue() -> int:
@@ -256,7 +264,7 @@ def gather_in_place(lane: AbstractLane, levels: HostLevels, output: torch.Tensor
         lane.gather(places)
         return 0
 
-    _repeat(lane, levels, ("gather_in_place", output), issue)
+    _repeat(lane, levels, ("gather", output), issue)
 
 
 def _repeat(lane: AbstractLane, levels: HostLevels, key: tuple[Any, ...], issue: Callable[[], int]) -> int:

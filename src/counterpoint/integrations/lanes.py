@@ -33,13 +33,19 @@ NO_ESTIMATE = "so no estimate says whether two levels pay"
 class Lanes:
     """The lanes of one group for one purpose, used in turn. All ranks ask for them in the same order.
 
-    All ranks create them together, when `obstacle` is first read.
+    All ranks create them together, when `obstacle` is first read. Lanes for shared parts alone take less memory.
     """
 
     def __init__(
-        self, place: tuple[dist.ProcessGroup, torch.device, str], num_lanes: int, across_hosts: AcrossHosts = "never"
+        self,
+        place: tuple[dist.ProcessGroup, torch.device, str],
+        num_lanes: int,
+        across_hosts: AcrossHosts = "never",
+        *,
+        is_shared_only: bool = False,
     ) -> None:
-        self.group, self._device, self._purpose = place
+        self._is_shared_only = is_shared_only
+        self.group, self.device, self._purpose = place
         self._num_lanes, self._across_hosts = num_lanes, across_hosts
         self._next = 0
         self._obstacle: str | None = None
@@ -110,7 +116,7 @@ class Lanes:
         return self._obstacle or ""
 
     def _create_here(self) -> None:
-        runtime = runtime_of(self.levels.within.group_name, self._device)
+        runtime = runtime_of(self.levels.within.group_name, self.device)
         if not all(self._lane(number) is not None for number in range(self._num_lanes)):
             raise RefusedTogetherError(runtime.obstacle)
         self._opened = runtime
@@ -126,10 +132,10 @@ class Lanes:
         return self._levels
 
     def _runtime(self) -> Runtime:
-        return runtime_of(self.group.group_name, self._device)
+        return runtime_of(self.group.group_name, self.device)
 
     def _lane(self, number: int) -> AbstractLane | None:
-        return runtime_of(self.levels.within.group_name, self._device).lane(f"{self._purpose} {number}")
+        return runtime_of(self.levels.within.group_name, self.device).lane(f"{self._purpose} {number}")
 
     def __len__(self) -> int:
         return self._num_lanes
@@ -151,7 +157,7 @@ class Lanes:
         for turn in range(min(num_turns, self._num_lanes)):
             lane = self._lane((self._next + turn) % self._num_lanes)
             assert lane is not None, "read obstacle first"
-            self.levels.reserve(lane, num_bytes)
+            self.levels.reserve(lane, num_bytes, is_shared_only=self._is_shared_only)
 
     def grow(self) -> None:
         """Add a lane, whose turn is next. Raises `RefusedTogetherError` if a rank has no memory for it."""

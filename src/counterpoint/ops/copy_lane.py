@@ -17,7 +17,7 @@ from counterpoint.cuda.block_sums import Arrived
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable, is_capturing, is_possible, refuse_in_capture
-from counterpoint.ops.lane import AbstractLane, aligned
+from counterpoint.ops.lane import AbstractLane, Pieces, aligned, own_block
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import recording_stream_of, stream_of
@@ -60,7 +60,7 @@ class CopyLane(AbstractLane):
         self._flags = Flags(group, device, agreement, RESTING)
         self._signals = Signals(self._flags)
         self._pool = SymmetricPool(device, group, agreement)
-        self._row_bytes = 0
+        self._row_bytes = self._num_rows = 0
         self._has_captured = False  # whether graphs of users hold the present memory's addresses
         # a sum's CTAs are placed as soon as a matmul's CTA retires: the scheduler checks priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
@@ -79,34 +79,39 @@ class CopyLane(AbstractLane):
         """See `AbstractLane.block_bytes`."""
         return self._row_bytes
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
         """See `AbstractLane.reserve`."""
-        wanted = aligned(num_bytes)
-        if wanted <= self._row_bytes:
+        wanted, num_rows = aligned(num_bytes), 1 if is_shared_only else self.num_ranks + 1
+        if wanted <= self._row_bytes and num_rows <= self._num_rows:
             return
         what = f"A collective with blocks of {format_bytes(num_bytes)}"
         refuse_in_capture(what, self._device)
         self.discard()  # if there is no more memory, the next call of reserve must not count on it
-        self._pool.replace((self.num_ranks + 1) * wanted, what, has_captured=self._has_captured)
-        self._row_bytes, self._has_captured = wanted, False
+        self._pool.replace(num_rows * wanted, what, has_captured=self._has_captured)
+        self._row_bytes, self._num_rows, self._has_captured = wanted, num_rows, False
 
     def discard(self) -> None:
         """See `AbstractLane.discard`."""
-        self._row_bytes = 0
+        self._row_bytes = self._num_rows = 0
         self._recordings.clear()  # they hold addresses of the memory
 
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
+    def exchange(self, blocks: Sequence[Pieces]) -> Arrived:
         """See `AbstractLane.exchange`."""
         stream, memory = self._current(), self._reserved()
-        own, row = blocks[self.rank], self._row_bytes * (1 + self.rank)
-        rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
+        row = self._row_bytes * (1 + self.rank)  # of this rank's blocks, on every rank
 
         def push(peer: int) -> None:
-            shape = _rows_of(blocks[peer])
-            copy_rows((memory.addresses[peer] + row, shape.num_bytes), (blocks[peer].data_ptr(), shape.pitch), shape, stream)
+            to = memory.addresses[peer] + row
+            for piece in blocks[peer]:
+                shape = _rows_of(piece)
+                copy_rows((to, shape.num_bytes), (piece.data_ptr(), shape.pitch), shape, stream)
+                to += piece.nbytes
 
         self._issue(self._moves.exchange, stream, push)
+        own = own_block(blocks[self.rank], memory.local[row : row + self._row_bytes])
+        self._issue(self._moves.arrive, stream)
         self._sample(stream)
+        rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
         return Arrived(rows, own, self.rank)
 
     def release(self) -> None:
@@ -118,12 +123,19 @@ class CopyLane(AbstractLane):
         self._issue(self._moves.share, self._current())
         return self._reserved().local[: num_elements * dtype.itemsize].view(dtype)
 
-    def fetch(self, targets: Sequence[torch.Tensor]) -> None:
+    def fetch(self, targets: Sequence[Pieces]) -> None:
         """See `AbstractLane.fetch`."""
-        addresses = self._reserved().addresses
-        self._fetch(
-            targets, [(address, _rows_of(target).num_bytes) for address, target in zip(addresses, targets, strict=True)]
-        )
+        stream, addresses = self._current(), self._reserved().addresses
+
+        def pull(peer: int) -> None:
+            origin = addresses[peer]
+            for piece in targets[peer]:
+                shape = _rows_of(piece)
+                copy_rows((piece.data_ptr(), shape.pitch), (origin, shape.num_bytes), shape, stream)
+                origin += piece.nbytes
+
+        self._issue(self._moves.fetch, stream, pull)
+        self._sample(stream)
 
     def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """See `AbstractLane.gathered`."""
@@ -131,18 +143,12 @@ class CopyLane(AbstractLane):
 
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
-        memory = self._reserved()
-        starts = [part.data_ptr() - memory.local.data_ptr() for part in parts]
-        places = zip(memory.addresses, starts, parts, strict=True)
-        self._fetch(parts, [(address + start, _rows_of(part).pitch) for address, start, part in places])
-
-    def _fetch(self, targets: Sequence[torch.Tensor], sources: Sequence[Pitched]) -> None:
-        """Fetch the targets from these places of the others' memory."""
-        stream = self._current()
+        stream, memory = self._current(), self._reserved()
 
         def pull(peer: int) -> None:
-            shape = _rows_of(targets[peer])
-            copy_rows((targets[peer].data_ptr(), shape.pitch), sources[peer], shape, stream)
+            to, shape = parts[peer].data_ptr(), _rows_of(parts[peer])
+            origin = memory.addresses[peer] + to - memory.local.data_ptr()
+            copy_rows((to, shape.pitch), (origin, shape.pitch), shape, stream)
 
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)

@@ -66,13 +66,15 @@ class HostLevels:
         if self._across is not None and tensor.numel():
             self._by_library(library_all_reduce, tensor, group=self._across)
 
-    def reserve(self, lane: AbstractLane, num_bytes: int) -> None:
-        """Reserve a lane's memory for blocks of this many bytes, on all ranks of the group, or raise
-        `RefusedTogetherError` on all.
+    def reserve(self, lane: AbstractLane, num_bytes: int, *, is_shared_only: bool = False) -> None:
+        """Reserve a lane's memory for blocks of this many bytes, or for a shared part alone, on all ranks of the group, or
+        raise `RefusedTogetherError` on all.
         """
         if num_bytes > lane.block_bytes:
             try:
-                self.on_all_hosts(f"blocks of {num_bytes} bytes", lambda: lane.reserve(num_bytes))
+                self.on_all_hosts(
+                    f"blocks of {num_bytes} bytes", lambda: lane.reserve(num_bytes, is_shared_only=is_shared_only)
+                )
             except RefusedTogetherError:
                 lane.discard()  # hosts that had memory, too: whoever uses this lane next must find the same on all of them
                 raise

@@ -2,9 +2,9 @@
 
 Two moves make all collectives that training needs. `exchange`: every rank's p-th block goes to rank p, which sums the
 blocks (the first half of an all-reduce, or a reduce-scatter). `fetch`: every rank's shared part goes to all (the second
-half, or an all-gather). What is sent or filled in is flat, or rows at equal distances, as the parts for one rank are among
-those of several hosts. Several lanes are several collectives in flight: while one waits for an SM to sum on, another
-copies.
+half, or an all-gather). A block may be in several pieces of memory. Each is flat, or rows at equal distances, as the parts
+for one rank are among those of several hosts. Several lanes are several collectives in flight: while one waits for an SM
+to sum on, another copies.
 
 All ranks use a lane for the same collectives in the same order. Implementations: copy engines (`copy_lane.py`) and
 messages between CPUs (`message_lane.py`).
@@ -20,6 +20,7 @@ from counterpoint.cuda.block_sums import Arrived
 from counterpoint.ops.graph_cache import Key
 
 ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
+Pieces = Sequence[torch.Tensor]  # a block, or a part, in this order
 
 
 class AbstractLane(ABC):
@@ -38,8 +39,8 @@ class AbstractLane(ABC):
         """The largest block for which there is memory now."""
 
     @abstractmethod
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve symmetric memory for blocks of this many bytes, all ranks together.
+    def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
+        """Reserve symmetric memory for blocks of this many bytes, all ranks together; or for a shared part alone.
 
         If a rank has no room, every rank raises `RefusedTogetherError`, and the lane has no memory until it is reserved.
         """
@@ -49,10 +50,11 @@ class AbstractLane(ABC):
         """Do without memory until it is reserved."""
 
     @abstractmethod
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
+    def exchange(self, blocks: Sequence[Pieces]) -> Arrived:
         """Send block p to rank p; return what the ranks sent to this one, in the order of ranks, beside its own block.
 
-        Block p has the same shape on every rank. What arrives is flat, and is the lane's memory: `release` returns it.
+        The pieces of block p have the same shapes on every rank. What arrives is flat, and is the lane's memory: `release`
+        returns it.
         """
 
     @abstractmethod
@@ -64,7 +66,7 @@ class AbstractLane(ABC):
         """Return this rank's part that the others will fetch, to be filled in; they have read its former content."""
 
     @abstractmethod
-    def fetch(self, targets: Sequence[torch.Tensor]) -> None:
+    def fetch(self, targets: Sequence[Pieces]) -> None:
         """Fill target p with the shared part of rank p, for every other rank; this rank's own target is not written."""
 
     @abstractmethod
@@ -101,3 +103,12 @@ class AbstractLane(ABC):
 def aligned(num_bytes: int) -> int:
     """Round up to where the next part may start."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def own_block(pieces: Pieces, row: torch.Tensor) -> torch.Tensor:
+    """Return this rank's block in one piece: itself, or a copy in its row."""
+    if len(pieces) == 1:
+        return pieces[0]
+    block = row[: sum(piece.nbytes for piece in pieces)].view(pieces[0].dtype)
+    torch._foreach_copy_(block.split([piece.numel() for piece in pieces]), [piece.flatten() for piece in pieces])
+    return block

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from counterpoint.cuda.block_sums import Arrived
 from counterpoint.ops.agreement import Agreement, host_memory
 from counterpoint.ops.graph_cache import Key
-from counterpoint.ops.lane import AbstractLane, aligned
+from counterpoint.ops.lane import AbstractLane, Pieces, aligned, own_block
 from counterpoint.units import format_bytes
 
 
@@ -24,7 +24,7 @@ class MessageLane(AbstractLane):
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self.rank, self.num_ranks = group.rank(), group.size()
         self._group, self._agreement = group, agreement
-        self._row_bytes = 0
+        self._row_bytes = self._num_rows = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def issuing(self) -> AbstractContextManager[None]:
@@ -36,25 +36,25 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.block_bytes`."""
         return self._row_bytes
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
         """See `AbstractLane.reserve`."""
-        wanted = aligned(num_bytes)
-        if wanted <= self._row_bytes:
+        wanted, num_rows = aligned(num_bytes), 1 if is_shared_only else self.num_ranks + 1
+        if wanted <= self._row_bytes and num_rows <= self._num_rows:
             return
         self.close()
-        memory = host_memory((self.num_ranks + 1) * wanted, f"blocks of {format_bytes(num_bytes)}", self._agreement)
-        self._row_bytes, self._memory = wanted, memory
+        memory = host_memory(num_rows * wanted, f"blocks of {format_bytes(num_bytes)}", self._agreement)
+        self._row_bytes, self._num_rows, self._memory = wanted, num_rows, memory
 
     def discard(self) -> None:
         """See `AbstractLane.discard`."""
-        self._row_bytes = 0
+        self._row_bytes = self._num_rows = 0
 
-    def exchange(self, blocks: Sequence[torch.Tensor]) -> Arrived:
+    def exchange(self, blocks: Sequence[Pieces]) -> Arrived:
         """See `AbstractLane.exchange`."""
-        own = blocks[self.rank]
         staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
+        own = own_block(blocks[self.rank], staged[self.rank])
         rows = staged[:, : own.nbytes].view(own.dtype)
-        self._move(blocks, [rows[peer] for peer in range(self.num_ranks)])
+        self._move([_in_one_piece(block) for block in blocks], [rows[peer] for peer in range(self.num_ranks)])
         return Arrived(rows, own, self.rank)
 
     def release(self) -> None:
@@ -64,10 +64,16 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.shared`."""
         return self._memory[: num_elements * dtype.itemsize].view(dtype)
 
-    def fetch(self, targets: Sequence[torch.Tensor]) -> None:
+    def fetch(self, targets: Sequence[Pieces]) -> None:
         """See `AbstractLane.fetch`."""
         own = targets[self.rank]
-        self._move([self.shared(own.numel(), own.dtype)] * self.num_ranks, targets)
+        num_elements, dtype = sum(piece.numel() for piece in own), own[0].dtype
+        arrived = [target[0] if len(target) == 1 else torch.empty(num_elements, dtype=dtype) for target in targets]
+        self._move([self.shared(num_elements, dtype)] * self.num_ranks, arrived)
+        for peer, pieces in enumerate(targets):
+            if len(pieces) > 1 and peer != self.rank:
+                for piece, part in zip(pieces, arrived[peer].split([piece.numel() for piece in pieces]), strict=True):
+                    piece.copy_(part.view(piece.shape))
 
     def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         """See `AbstractLane.gathered`."""
@@ -115,5 +121,9 @@ class MessageLane(AbstractLane):
 
     def close(self) -> None:
         """See `AbstractLane.close`."""
-        self._row_bytes = 0
+        self._row_bytes = self._num_rows = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _in_one_piece(pieces: Pieces) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat([piece.flatten() for piece in pieces])

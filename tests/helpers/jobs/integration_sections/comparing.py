@@ -25,14 +25,14 @@ def everyones(num_elements: int, dtype: torch.dtype, seed: int) -> list[torch.Te
     return [torch.randn(num_elements, generator=generator).to(dtype).to(DEVICE) for _ in range(dist.get_world_size())]
 
 
-def assert_close(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], limit: float) -> None:
+def assert_close(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], limit: float, what: str = "") -> None:
     """Within `limit` of the largest element, or of 1e-3: some gradients are zero but for rounding."""
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.shape == other.shape, (one.shape, other.shape)
         if other.numel():
             scale = other.double().abs().max().clamp_min(1e-3)
             difference = ((one.double() - other.double()).abs().max() / scale).item()
-            assert difference < limit, (number, difference, limit)
+            assert difference < limit, (what, number, difference, limit)
 
 
 def assert_equal(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:

@@ -21,13 +21,13 @@ class Deep(nn.Module):
         return self.last(given)
 
 
-def deep_model(dtype: torch.dtype = torch.float32) -> Deep:
+def deep_model(dtype: torch.dtype = torch.float32, width: int = 33) -> Deep:
     torch.manual_seed(0)
-    return Deep().to(DEVICE, dtype)
+    return Deep(width).to(DEVICE, dtype)
 
 
-def given_to(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(5, 33, generator=torch.Generator().manual_seed(100 + rank)).to(DEVICE, dtype)
+def given_to(rank: int, dtype: torch.dtype = torch.float32, width: int = 33) -> torch.Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(100 + rank)).to(DEVICE, dtype)
 
 
 def gradients(model: nn.Module, given: torch.Tensor) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ from integration_sections.comparing import assert_close, assert_equal, refused
 from integration_sections.layered import Deep, deep_model, given_to, gradients
 
 
-def sharded(**options: object) -> Deep:
-    model = deep_model()
+def sharded(width: int = 33, **options: object) -> Deep:
+    model = deep_model(width=width)
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)

@@ -32,7 +32,7 @@ def trained(
         before_step(step)
         for micro in range(num_micro_steps):
             model.set_requires_gradient_sync(micro == num_micro_steps - 1)
-            given = given_to(dist.get_rank() + 10 * step + 1000 * micro)
+            given = given_to(dist.get_rank() + 10 * step + 1000 * micro, width=model.last.in_features)
             model(given).float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -71,6 +71,55 @@ def fsdp2_as_frameworks_use_it() -> None:
         assert in_use.num_by_library == 0, (name, str(in_use))
         assert ("(3 buffers)" in str(in_use)) == (name != "prefetches"), (name, str(in_use))
         assert_close(results[1], results[0], limit)
+
+
+def fsdp2_in_place() -> None:
+    """Parameters are gathered where they are, and gradients sent from where they are: within rounding of stock FSDP2, the
+    same bits twice, and the same as through flat buffers.
+    """
+    bf16 = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    narrow = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    ways: dict[str, tuple[dict[str, object], Prepare, float]] = {
+        "as it is": ({}, lambda _: None, 1e-4),
+        "wider sums": (bf16, lambda _: None, 1e-4),
+        "narrower sums": (narrow, lambda _: None, 2e-2),
+        "always gathered": ({"reshard_after_forward": False}, lambda _: None, 1e-4),
+        "fewer ranks after forward": ({"reshard_after_forward": 2}, lambda _: None, 1e-4),
+        "prefetches": ({}, _prefetch_all, 1e-4),
+        "async gathers": ({}, lambda model: everywhere(model, "_set_unshard_async_op", True), 1e-4),
+    }
+    num_ranks = dist.get_world_size()
+    for name, (options, prepare, limit) in ways.items():
+        if name == "fewer ranks after forward" and (num_ranks <= 2 or num_ranks % 2):
+            continue
+        results = []
+        for least_piece_bytes in (None, 0, *((0, 1 << 40) if name in ("as it is", "wider sums") else ())):
+            model = sharded(width=36, **options)
+            prepare(model)
+            if least_piece_bytes is not None:
+                sizes = {"least_part_bytes": 0, "least_piece_bytes": least_piece_bytes}
+                in_use = fsdp2.use_copy_engines(model, **sizes)
+            results.append(trained(model, num_micro_steps=2))
+            if least_piece_bytes == 0:
+                assert in_use.num_by_library == 0, name
+                assert all(each.num_in_place == each.num_by_copies > 0 for each in in_use.gather_tallies), in_use
+                (reduces,) = in_use.reduce_tallies
+                # the last layer has 7 outputs, which no number of ranks divides
+                assert 4 * NUM_STEPS <= reduces.num_in_place <= reduces.num_by_copies - NUM_STEPS, (name, in_use)
+        stock, ours, *alike = results
+        assert_close(ours, stock, limit, name)
+        for each in alike:
+            assert_equal(each, ours)
+    model = sharded(width=36)
+    in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0)
+    given = given_to(dist.get_rank(), width=36)
+    wanted = gradients(sharded(width=36), given)
+    assert_close(gradients(model, given), wanted, 1e-5)
+    model.zero_grad()
+    model.unshard()
+    in_use.undo()  # while something is gathered
+    assert_equal(gradients(model, given), wanted)
+    refused(lambda: fsdp2.use_copy_engines(model, least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
 
 
 def _prefetch_all(model: Deep) -> None:
