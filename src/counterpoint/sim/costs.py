@@ -28,6 +28,7 @@ from counterpoint.units import PS_PER_US, US_PER_S
 SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=40, dynamic_shared_bytes=0)
 SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
 SUM_CTAS_PER_SM = 2
+OWN_COPY_BLOCKS = 2  # a block is read and written
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
@@ -364,29 +365,42 @@ class CostModel:
         lone_us = US_PER_S * moved / rate + self._calibration.copy_latency_us.value * max(1, operation.group_size - 1)
         return self._copies(lone_us, operation)
 
-    def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
+    def reducing_copies(
+        self, collective: Collective, *, is_in_place: bool = False
+    ) -> tuple[CopyWork, Kernel, CopyWork | None]:
         """Return the parts of a reducing collective by copies: the copies of blocks to their ranks, the sum of the own
-        block, and for an all-reduce the copies of the sums back.
+        block, and for an all-reduce the copies of the sums back. In place, the own block is copied together before its sum.
         """
         ranks = collective.group_size
         moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)
         copies = self._copies(self._calibration.copy_latency_us.value * ranks + moved_us, collective)
-        return copies, self._sum(collective), copies if collective.collective == "all_reduce" else None
+        total = self._sum(collective, OWN_COPY_BLOCKS if is_in_place else 0)
+        return copies, total, copies if collective.collective == "all_reduce" else None
 
-    def _sum(self, collective: Collective) -> Kernel:
-        """Return the kernel that sums the ranks' blocks. A CTA takes its turns one after the other; in each it reads a part
-        of every block and writes its sum, that of an all-reduce to two places: the others fetch one.
+    def _sum(self, collective: Collective, num_more: int = 0) -> Kernel:
+        """Return the kernel that sums the ranks' blocks. It reads every block and writes its sum, that of an all-reduce to
+        two places: the others fetch one. It reads or writes `num_more` blocks besides.
+        """
+        num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
+        return self._of_blocks(f"sum of {collective.name}", collective, num_blocks + num_more)
+
+    def own_copy(self, collective: Collective) -> Kernel:
+        """Return the kernel that copies a rank's own part of an all-gather to its place."""
+        return self._of_blocks(f"own part of {collective.name}", collective, OWN_COPY_BLOCKS)
+
+    def _of_blocks(self, name: str, collective: Collective, num_blocks: int) -> Kernel:
+        """Return a kernel that reads or writes so many blocks. A CTA takes its turns one after the other, each with a part
+        of every block.
 
         If all CTAs together would move more than the memory delivers, the memory determines their time.
         """
         block_bytes = collective.num_bytes / collective.group_size
-        num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
         num_turns = max(1, math.ceil(block_bytes / SUM_BYTES))
         num_ctas = min(num_turns, SUM_CTAS_PER_SM * self._gpu.num_sms)
         memory_us = US_PER_S * num_ctas * SUM_BYTES / self.hbm_bytes_per_s
         turn_us = num_blocks * max(self._calibration.block_sum_us.value, memory_us)
         return Kernel(
-            name=f"sum of {collective.name}",
+            name=name,
             stream=collective.stream,
             footprint=msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas),
             character="other",

@@ -27,6 +27,7 @@ from counterpoint.plan import Plan
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.expert_layers import ExpertExchange, ExpertModel
+from counterpoint.sim.flat_buffers import FlatBuffers
 from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
@@ -50,7 +51,8 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """The combined effect of a plan's controls on one operation. `overlap` takes precedence over `uses_copy_engine`.
 
-    `is_saved`: an operator of the plan makes this operation unnecessary.
+    `is_saved`: an operator or copies of the plan make this operation unnecessary. `is_in_place`: copies move parameters or
+    gradients without FSDP's flat buffer, and send `sent_share` of a reduced buffer's bytes.
     """
 
     footprint: Footprint | None
@@ -61,6 +63,8 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     has_own_stream: bool = False
     overlap: Overlap | None = None
     is_saved: bool = False
+    is_in_place: bool = False
+    sent_share: float = 1.0
 
 
 class EffectReader:
@@ -83,7 +87,25 @@ class EffectReader:
             if effects[layer.dispatch].overlap and effects[layer.combine].overlap:
                 for number in layer.reorders:
                     effects[number] = msgspec.structs.replace(effects[number], is_saved=True)
+        self._move_in_place(effects)
         return effects
+
+    def _move_in_place(self, effects: list[Effect]) -> None:
+        """Let what the plan moves by copies do without FSDP's flat buffers, if the step has some."""
+        moved = [
+            number
+            for number, (operation, effect) in enumerate(zip(self._step.operations, effects, strict=True))
+            if isinstance(operation, Collective)
+            and operation.transport != "copy_engine"
+            and effect.uses_copy_engine
+            and effect.overlap is None
+        ]
+        buffers = FlatBuffers(self._step) if moved else None
+        for number in moved:
+            if buffers is not None and number in buffers.kernel_of:
+                kernel, share = buffers.kernel_of[number], 0.5 if number in buffers.widened else 1.0
+                effects[kernel] = msgspec.structs.replace(effects[kernel], is_saved=True)
+                effects[number] = msgspec.structs.replace(effects[number], is_in_place=True, sent_share=share)
 
     def _effect(self, index: int, operation: Operation, controls: Sequence[Control]) -> Effect:
         """Combine the plan's controls for one operation into its launch."""

@@ -34,11 +34,13 @@ class StepRun:
 
     def lone_us(self, clock_share: float = 1.0) -> list[float]:
         """Return each operation's time alone, in microseconds, at a share of the lone times' clock; for an operation that
-        copies move, the copies' time.
+        copies move, the copies' time; for one that a plan makes unnecessary, 0.
         """
         costs = CostModel(self._machine, self.calibration)
         return [
-            costs.copied_us(operation)
+            0.0
+            if effect.is_saved
+            else costs.copied_us(operation)
             if isinstance(operation, Collective) and _is_copied(effect)
             else costs.lone_us(operation) / self._speed(operation, clock_share)
             for operation, effect in zip(self.step.operations, self._effects, strict=True)

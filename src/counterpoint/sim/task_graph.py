@@ -1,12 +1,15 @@
 """The task graph that the engine runs: the tasks of a step under a plan, and their dependencies.
 
 Most operations are one task. A reduction by copies is up to three: copies of blocks to their ranks, a sum that waits for
-SMs, and for an all-reduce copies of the sums back. A collective that runs together with its matmul is two copies: the part
-hidden beside the matmul, and the exposed part, which comes first if the matmul needs the data, and last if it produces them.
-An operation that an operator makes unnecessary takes no time.
+SMs, and for an all-reduce copies of the sums back. A gather in place is two: copies, and a kernel for the own part. A
+collective that runs together with its matmul is two copies: the part hidden beside the matmul, and the exposed part, which
+comes first if the matmul needs the data, and last if it produces them. An operation that an operator or copies in place make
+unnecessary takes no time.
 """
 
 from collections.abc import Sequence
+
+import msgspec
 
 from counterpoint.controls import ALL_REDUCES_IN_FLIGHT
 from counterpoint.errors import StepError, shown
@@ -63,6 +66,11 @@ class TaskGraph:
         elif isinstance(operation, Collective) and effect.uses_copy_engine:
             launch = self._after_peers(operation, launch)
             self._append(self._task(index, operation), launch)
+            if effect.is_in_place:
+                own = self._costs.own_copy(operation)
+                self._append(
+                    self._sm_task(index, own, own.footprint, self._lane_priority()), self._after(len(self.tasks) - 1)
+                )
         else:
             self._append(self._task(index, operation), launch)
         self.last.append(len(self.tasks) - 1)
@@ -118,14 +126,18 @@ class TaskGraph:
 
     def _add_summed(self, index: int, collective: Collective, launch: Launch) -> None:
         """Add copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
-        out, total, back = self._costs.reducing_copies(collective)
+        effect = self._effects[index]
+        sent = msgspec.structs.replace(collective, num_bytes=round(collective.num_bytes * effect.sent_share))
+        out, total, back = self._costs.reducing_copies(sent, is_in_place=effect.is_in_place)
         task = len(self.tasks)
-        gpu = self._machine.gpu
         self._append(CopyTask(task, out), launch)
-        priority = gpu.greatest_priority if gpu.priority_is_effective else 0
-        self._append(self._sm_task(index, total, total.footprint, priority), self._after(task))
+        self._append(self._sm_task(index, total, total.footprint, self._lane_priority()), self._after(task))
         if back is not None:
             self._append(CopyTask(task + 2, back), self._after(task + 1))
+
+    def _lane_priority(self) -> int:
+        gpu = self._machine.gpu
+        return gpu.greatest_priority if gpu.priority_is_effective else 0
 
     def _add_overlapped(self, collective: Collective, overlap: Overlap, launch: Launch) -> None:
         """Add two copies: exposed, then hidden, if a matmul needs the data; in reverse order if a matmul produces them."""
