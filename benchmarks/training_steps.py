@@ -31,6 +31,7 @@ from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_pa
 from counterpoint import ops
 from counterpoint.errors import cause_of
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
+from counterpoint.integrations.in_place import LEAST_PIECE_BYTES
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 
 TOKENS = 4096
@@ -40,6 +41,7 @@ TP_BLOCKS = {"8B": 4, "70B": 2}
 WARM_UP_STEPS = 3
 STEPS_BEFORE = 1  # of the same variant, untimed: what ran before it leaves the card in another state
 STEPS_TIMED = 4
+NEVER = 1 << 62  # bytes of a piece
 Step = Callable[[], None]
 
 
@@ -132,13 +134,13 @@ def fsdp2_variants() -> Builds:
     given = tokens_of_this_rank()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
 
-    def build(**by_copies: bool) -> Variant:
+    def build(*, least_piece_bytes: int = LEAST_PIECE_BYTES, **by_copies: bool) -> Variant:
         model = blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16)
         for block in model:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         if by_copies:
-            fsdp2.use_copy_engines(model).use(**by_copies)
+            fsdp2.use_copy_engines(model, least_piece_bytes=least_piece_bytes).use(**by_copies)
         return Variant(model, given)
 
     return {
@@ -146,6 +148,7 @@ def fsdp2_variants() -> Builds:
         "nccl": build,
         "copies": lambda: build(gathers=True, reduces=True),
         "gathers by copies": lambda: build(gathers=True, reduces=False),
+        "copies, flat buffers": lambda: build(gathers=True, reduces=True, least_piece_bytes=NEVER),
     }
 
 
