@@ -16,6 +16,7 @@ from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
 from counterpoint.sim.expert_layers import ExpertModel
+from counterpoint.sim.flat_buffers import FlatBuffers
 from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapModel
@@ -40,19 +41,20 @@ def propose_transports(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> P
             (reducing if operation.collective in SUMMED_COLLECTIVES else moving).append(index)
         else:
             refusals[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
-    return proposal(_transports(moving, reducing), refusals.values())
+    return proposal(_transports(step, moving, reducing), refusals.values())
 
 
-def _transports(moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Candidate]:
-    control = (Transport(transport="copy_engine"),)
+def _transports(step: Step, moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Candidate]:
+    control, buffers = (Transport(transport="copy_engine"),), FlatBuffers(step)
     if moving:
         subject = "it only moves" if len(moving) == 1 else "they only move"
-        reason = f"{subject} data, and copy engines do that without taking SMs"
+        reason = f"{subject} data, and copy engines do that without taking SMs{_saved(step, buffers, moving)}"
         match = Match(kind="communication", operations=tuple(moving))
         by_engines = one("transport", "copy engines", match, control, reason)
         yield by_engines
     if reducing:
         reason = "copy engines move the blocks and each rank sums what it received: only the sum takes SMs"
+        reason += _saved(step, buffers, reducing)
         match = Match(kind="communication", operations=tuple(reducing))
         by_sums = one("transport", "copies and sums", match, control, reason)
         yield by_sums
@@ -62,6 +64,13 @@ def _transports(moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Cand
             label="copy engines, reductions too",
             directives=(*by_engines.directives, *by_sums.directives),
         )
+
+
+def _saved(step: Step, buffers: FlatBuffers, moved: Sequence[int]) -> str:
+    """Say how long the kernels take that are not needed any more if these collectives are moved in place."""
+    kernels = [buffers.kernel_of[number] for number in moved if number in buffers.kernel_of]
+    saved_us = sum(step.operations[number].lone_us or 0.0 for number in kernels)
+    return f"; FSDP's copies around flat buffers, which take {format_us(saved_us)} now, fall away" if saved_us else ""
 
 
 def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:
