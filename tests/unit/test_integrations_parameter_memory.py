@@ -31,8 +31,10 @@ def memory() -> Any:
 
 
 def adopted(memory: Any, number: int) -> list[Parameter]:
+    """Parameters in groups of their own."""
     parameters = [Parameter() for _ in range(number)]
-    memory.adopt(SimpleNamespace(fsdp_params=parameters))
+    for parameter in parameters:
+        memory.adopt(SimpleNamespace(fsdp_params=[parameter]))
     return parameters
 
 
@@ -66,6 +68,14 @@ def test_what_is_gathered_again_at_once_is_in_use_until_it_is_freed_again(memory
         gather(memory, layers[1])
         layers[1].free_unsharded_param()
     assert not layers[0].is_allocated
+
+
+def test_a_model_of_few_groups_frees_its_memory_at_once(memory: Any) -> None:
+    layers = adopted(memory, 2)
+    for layer in layers:
+        gather(memory, layer)
+        layer.free_unsharded_param()
+        assert not layer.is_allocated
 
 
 def test_what_fsdp_filled_is_freed_at_once(memory: Any) -> None:

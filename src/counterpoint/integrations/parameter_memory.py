@@ -2,7 +2,8 @@
 
 FSDP frees a group's memory on the computation's stream as soon as the group's computation is issued. What is allocated next
 may get that memory, and would have to wait for that computation. So memory that copies filled is freed `MOST_RETIRED` groups
-later, and is allocated on a stream of its own, which waits for the former users. No rank's host waits.
+later, and is allocated on a stream of its own, which waits for the former users. No rank's host waits. A model of so few
+groups gains nothing by that, and frees its memory at once.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ class ParameterMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._device = device
+        self._device, self._num_groups = device, 0
         self._in_use: dict[int, torch.Tensor] = {}  # filled by copies, by identity
         self._leaving: dict[int, torch.Tensor] = {}  # freed by FSDP since the last gather
         self._user: Any = None  # the stream that used them
@@ -32,6 +33,7 @@ class ParameterMemory:
 
     def adopt(self, parameters: FSDPParamGroup) -> None:
         """Free these parameters' memory later than FSDP does, if copies filled it."""
+        self._num_groups += 1
         for parameter in parameters.fsdp_params:
             parameter.free_unsharded_param = partial(self._free, parameter)
 
@@ -39,10 +41,22 @@ class ParameterMemory:
         for tensor in chain(parameter.all_gather_outputs, parameter._unsharded_inner_tensors):
             name = id(tensor)
             if name in self._in_use:
-                self._leaving[name] = self._in_use.pop(name)
                 self._user = torch.cuda.current_stream(self._device) if self._stream is not None else None
+                self._leave(self._in_use.pop(name))
             elif not any(name in group for group in (self._leaving, *(group for group, _ in self._retired))):
                 free_storage(tensor)  # FSDP filled it; it also frees parameters that it has freed before
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        if self._num_groups > MOST_RETIRED:
+            self._leaving[id(tensor)] = tensor
+        else:
+            self._free_after_use(tensor)
+
+    def _free_after_use(self, tensor: torch.Tensor) -> None:
+        """Free memory now; the allocator gives it to others when its last use has ended."""
+        if self._user is not None:
+            tensor.record_stream(self._user)
+        free_storage(tensor)
 
     def allocate(self, outputs: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Allocate the tensors that `outputs` returns; the current stream follows their memory's former users."""
@@ -69,9 +83,8 @@ class ParameterMemory:
         """Let tensors whose memory still waits to be freed have other memory, which need not be waited for."""
         for tensor in tensors:
             for group, _ in self._retired:
-                if group.pop(id(tensor), None) is not None and self._user is not None:
-                    tensor.record_stream(self._user)
-                    free_storage(tensor)
+                if group.pop(id(tensor), None) is not None:
+                    self._free_after_use(tensor)
 
     def _release(self) -> None:
         """Free the memory of the group that was retired first, after its last use."""
@@ -90,5 +103,6 @@ class ParameterMemory:
             for tensor in self._in_use.values():
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         self._in_use.clear()
+        self._num_groups = 0
         for parameter in chain.from_iterable(group.fsdp_params for group in groups):
             del parameter.free_unsharded_param
