@@ -260,7 +260,9 @@ def test_a_step_with_nothing_to_overlap_has_nothing_to_gain(made_up: Step) -> No
 
 
 def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> None:
-    """Measured on 4 H200s, 2026-11-26: gathers by copies 3.8 % less, with reductions 6.4 % less (docs/integrations.md)."""
+    """Measured on 4 H100s, 2026-11-26, of the same step: gathers in place 7.3 % less, with reductions 9.8 % less
+    (benchmarks/results/training_steps_4x_h100.json); the trace is of 4 H200s.
+    """
     tuning = tuned("fsdp2")
     plan = tuning.plan
     assert plan.verdict == "GAIN"
@@ -268,7 +270,7 @@ def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> Non
     step = load_job(str(TRACES / "fsdp2.rank0.json.gz")).step
     assert [len(directive.match.accepted(step)) for directive in plan.directives] == [12, 6]
     alone = {trial.label: trial.makespan_us for trial in tuning.trials}
-    for label, found in (("copy engines", 0.038), ("copy engines, reductions too", 0.064)):
+    for label, found in (("copy engines", 0.073), ("copy engines, reductions too", 0.098)):
         assert 1 - alone[label] / alone["as it is"] == pytest.approx(found, abs=0.016)
     assert any("register file" in reason for _, reason in refused(plan, "residency_cap"))
 

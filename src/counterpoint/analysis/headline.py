@@ -131,7 +131,7 @@ def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Anal
                 budget_us -= taken_us
                 claimed.add(cause)
     worth = [entry for entry in ordered if entry.recovers_us > 0 and not entry.is_within_replay_error]
-    lines = [f"{entry.what}: recovers {_worth(entry.recovers_us, analysis.step_us)}." for entry in worth]
+    lines = [f"{entry.what}: recovers {_worth(entry, analysis.step_us)}." for entry in worth]
     return replace(
         analysis,
         recoverable=ordered,
@@ -140,6 +140,7 @@ def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Anal
     )
 
 
-def _worth(recovers_us: float, step_us: float) -> str:
-    share = f" ({format_percent(recovers_us / step_us)} of the step)" if step_us > 0 else ""
-    return f"{format_us(recovers_us)} per step{share}, simulated"
+def _worth(entry: Recoverable, step_us: float) -> str:
+    share = f" ({format_percent(entry.recovers_us / step_us)} of the step)" if step_us > 0 else ""
+    saved = f"; kernels of {format_us(entry.saved_us)} fall away" if entry.saved_us else ""
+    return f"{format_us(entry.recovers_us)} per step{share}, simulated{saved}"

@@ -15,6 +15,7 @@ from counterpoint.analysis.values import Analysis, Cause, Recoverable
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
+from counterpoint.plan import Directive, Plan
 from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
@@ -31,7 +32,8 @@ ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "overlap_matmul": ("dependent", "own_stream"),
     "own_stream": ("own_stream",),
 }
-Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...]]  # causes, what, microseconds, lines to paste
+# causes, what, microseconds, lines to paste, what a plan of it has
+Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...], tuple[Directive, ...]]
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
@@ -50,9 +52,10 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
             what=what,
             recovers_us=recovers_us,
             apply=apply,
+            saved_us=_saved_us(job, directives),
             is_within_replay_error=recovers_us <= error_us,
         )
-        for causes, what, recovers_us, apply in (*_by_controls(tuning, baseline_us, source), *_by_changes(job))
+        for causes, what, recovers_us, apply, directives in (*_by_controls(tuning, baseline_us, source), *_by_changes(job))
     ]
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
@@ -96,12 +99,20 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
     for family, trial in best.items():
         by_plan = (save, RUN) if family in in_plan else ()
         apply = (*by_plan, *dict.fromkeys(_lines_of(trial)))
-        yield ACTS_ON.get(family, ()), trial.label, baseline_us - trial.makespan_us, apply
+        yield ACTS_ON.get(family, ()), trial.label, baseline_us - trial.makespan_us, apply, trial.directives
     if len(in_plan) > 1:
         causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
         planned_us = measure(tuning.planned).makespan_us
         words = " and ".join(best[family].label if family in best else family for family in sorted(in_plan))
-        yield causes, f"{words} together, as in the plan", baseline_us - planned_us, (save, RUN)
+        yield causes, f"{words} together, as in the plan", baseline_us - planned_us, (save, RUN), tuning.plan.directives
+
+
+def _saved_us(job: Job, directives: tuple[Directive, ...]) -> float:
+    """Return the time alone of the kernels that these directives make unnecessary."""
+    if not directives:
+        return 0.0
+    times_us = [Simulator().lone_times_us(job.step, job.machine, Plan(directives=each)) for each in ((), directives)]
+    return float(sum(lone_us for lone_us, planned_us in zip(*times_us, strict=True) if not planned_us))
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:
@@ -116,4 +127,4 @@ def _lines_of(trial: Trial) -> Iterable[str]:
 def _by_changes(job: Job) -> Iterator[Entry]:
     """Yield the gain of changes to the job itself."""
     for change in find_job_changes(job.step, job.machine, Simulator()).helpful:
-        yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, ()
+        yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, (), ()

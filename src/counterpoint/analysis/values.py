@@ -310,13 +310,15 @@ class CollectiveSize(Value, frozen=True, kw_only=True):
 class Recoverable(Value, frozen=True, kw_only=True):
     """The simulated gain per step of a control, operator, integration or change to the job.
 
-    `apply` are lines to paste. The gains of several entries do not add up: each is for that change alone.
+    `apply` are lines to paste. `saved_us` is the time alone of kernels that are not needed any more. The gains of several
+    entries do not add up: each is for that change alone.
     """
 
     causes: tuple[Cause, ...]
     what: str
     recovers_us: float
     apply: tuple[str, ...] = ()
+    saved_us: float = 0.0
     is_within_replay_error: bool = False
 
 
