@@ -49,7 +49,7 @@ from counterpoint.integrations.lane_collectives import (
 )
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.integrations.parameter_memory import ParameterMemory
-from counterpoint.integrations.stand_ins import StandIn
+from counterpoint.integrations.stand_ins import BufferStandIn
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.value import require
 
@@ -88,7 +88,7 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
     ) -> dist.Work | None:
         """Fetch the other ranks' parts; FSDP waits for the current stream, or for the returned work."""
         buffers = self._in_use.buffers_of(group)
-        if isinstance(output_tensor, StandIn):
+        if isinstance(output_tensor, BufferStandIn):
             lane, gather = output_tensor.owner.lane, partial(output_tensor.owner.fetch, input_tensor)
         elif found := buffers.lane_of(output_tensor):
             lane, gather = found, partial(gather_into_buffer, found, buffers.levels, output_tensor)
@@ -134,9 +134,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         divisor = self._divisor(op, group.size())
         obstacle = self._obstacle(divisor) or lanes.obstacle_to("reduce_scatter", input_tensor.nbytes)
         num_hosts = 1 if obstacle else lanes.num_hosts
-        in_place: ReduceInPlace | None = input_tensor.owner if isinstance(input_tensor, StandIn) else None
-        if in_place is not None and (num_hosts > 1 or not in_place.block_bytes):
-            input_tensor, in_place = in_place.flatten(input_tensor), None
+        in_place = _in_place(input_tensor) if num_hosts == 1 else None
         block_bytes = in_place.block_bytes if in_place else output_tensor.nbytes
         part_bytes, is_librarys = block_bytes * num_hosts, tally.is_librarys
         if not (async_op or is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle)):
@@ -145,16 +143,17 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
                 if in_place:
                     num_bytes = in_place.reduce(lane, levels, output_tensor, divisor)
                 else:
-                    num_bytes = reduce_scatter(lane, levels, output_tensor, input_tensor.view(group.size(), -1), divisor)
+                    blocks = _flat(input_tensor).view(group.size(), -1)
+                    num_bytes = reduce_scatter(lane, levels, output_tensor, blocks, divisor)
                 tally.count_copies(num_bytes, num_hosts, is_in_place=in_place is not None)
             except RefusedTogetherError as refusal:
                 lanes.give_up(refusal)
                 tally.count_library(lanes.obstacle)
             else:
                 return None
-        if in_place:
-            input_tensor = in_place.flatten(input_tensor)
-        work: dist.Work | None = library_reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = library_reduce_scatter(
+            output_tensor, _flat(input_tensor), op=op, group=group, async_op=async_op
+        )
         return work
 
     def _obstacle(self, divisor: float) -> str:
@@ -350,6 +349,16 @@ def use_copy_engines(
     in_use.least_piece_bytes = least_piece_bytes
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
+
+
+def _in_place(gradients: torch.Tensor) -> ReduceInPlace | None:
+    """Return what sends these gradients from where they are, unless they are in a flat buffer."""
+    found: ReduceInPlace | None = gradients.owner if isinstance(gradients, BufferStandIn) else None
+    return found if found is not None and found.block_bytes else None
+
+
+def _flat(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.owner.flatten(gradients) if isinstance(gradients, BufferStandIn) else gradients
 
 
 def _parameters_of(module: FSDPModule) -> list[FSDPParamGroup]:

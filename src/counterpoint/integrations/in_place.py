@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from counterpoint.cuda.block_sums import sum_arrived
 from counterpoint.integrations.gather_buffers import GatherBuffers
 from counterpoint.integrations.parameter_memory import ParameterMemory
-from counterpoint.integrations.stand_ins import Operators, StandIn
+from counterpoint.integrations.stand_ins import BufferStandIn, Operators
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.units import KIB
@@ -47,18 +47,18 @@ class GatherInPlace:
         self._sizes: Sequence[int] = ()
         self._outputs: Sequence[torch.Tensor] = ()
 
-    def stand_in(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
+    def stand_in(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> BufferStandIn:
         """Return what FSDP takes for its buffer."""
         fsdp = torch.ops.fsdp
         operators: Operators = {
             fsdp.all_gather_copy_in.default: self._copy_in,
             fsdp.split_with_sizes_copy.default: self._copy_out,
         }
-        return StandIn(size, (dtype, device), self, operators)
+        return BufferStandIn(size, (dtype, device), self, operators)
 
     def _copy_in(
-        self, own: Sequence[torch.Tensor], whole: StandIn, sizes: Sequence[int], num_elements: int, rank: int
-    ) -> tuple[torch.Tensor, StandIn]:
+        self, own: Sequence[torch.Tensor], whole: BufferStandIn, sizes: Sequence[int], num_elements: int, rank: int
+    ) -> tuple[torch.Tensor, BufferStandIn]:
         """Copy this rank's parts to where the others fetch them."""
         shared = self.lane.shared(num_elements, whole.dtype)
         torch._foreach_copy_(torch.split(shared, sizes), own)
@@ -85,7 +85,7 @@ class GatherInPlace:
             parameter.init_all_gather_outputs([size], [shared.dtype], self.lane.num_ranks, shared.device)
         return [parameter.all_gather_outputs[0] for parameter in self._parameters]
 
-    def _copy_out(self, _: StandIn, sizes: Sequence[int], dim: int = 0, *, out: Sequence[torch.Tensor]) -> None:
+    def _copy_out(self, _: BufferStandIn, sizes: Sequence[int], dim: int = 0, *, out: Sequence[torch.Tensor]) -> None:
         """Do nothing: the parameters are there. Copy, if FSDP has other tensors than the ones that were filled."""
         filled = [output.view(self.lane.num_ranks, -1) for output in self._outputs]
         others = [(to, origin) for to, origin in zip(out, filled, strict=True) if to.data_ptr() != origin.data_ptr()]
@@ -105,19 +105,19 @@ class ReduceInPlace:
         self._gradients: Sequence[torch.Tensor] = ()
         self._flat: torch.Tensor | None = None
 
-    def stand_in(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> StandIn:
+    def stand_in(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> BufferStandIn:
         """Return what FSDP takes for its buffer."""
         operators: Operators = {torch.ops.fsdp.chunk_cat.default: self._take, torch.ops.aten.div_.Tensor: self._divide}
-        return StandIn(size, (dtype, device), self, operators)
+        return BufferStandIn(size, (dtype, device), self, operators)
 
-    def _take(self, gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: StandIn) -> None:
+    def _take(self, gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: BufferStandIn) -> None:
         """Keep the gradients, to be sent from where they are."""
         self._gradients = list(gradients)
         if not self._can_send(out):
             self.flatten(out)
             self._gradients = ()  # later work of this stream may have their memory
 
-    def _can_send(self, whole: StandIn) -> bool:
+    def _can_send(self, whole: BufferStandIn) -> bool:
         first = self._gradients[0]
         num_bytes = sum(each.nbytes for each in self._gradients)
         return num_bytes >= self._least_piece_bytes * self._num_ranks * len(self._gradients) and all(
@@ -128,11 +128,11 @@ class ReduceInPlace:
             for each in self._gradients
         )
 
-    def _divide(self, whole: StandIn, divisor: float) -> StandIn:
+    def _divide(self, whole: BufferStandIn, divisor: float) -> BufferStandIn:
         self.flatten(whole).div_(divisor)
         return whole
 
-    def flatten(self, whole: StandIn) -> torch.Tensor:
+    def flatten(self, whole: BufferStandIn) -> torch.Tensor:
         """Return the flat buffer; the gradients are copied into it at the first call."""
         if self._flat is None:
             self._flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)

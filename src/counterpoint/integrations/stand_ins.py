@@ -16,7 +16,7 @@ Operators = Mapping[Any, Callable[..., Any]]
 
 
 @final
-class StandIn(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
+class BufferStandIn(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
     """A tensor without memory that passes operators on to those of its owner."""
 
     owner: Any

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from counterpoint.machine import ElementType, Machine
 from counterpoint.measurement.points import Point
-from counterpoint.sim.costs import SUM_BYTES, SUM_CTAS_PER_SM
+from counterpoint.sim.block_kernels import SUM_BYTES, SUM_CTAS_PER_SM
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 

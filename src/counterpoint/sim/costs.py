@@ -14,6 +14,7 @@ from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
 from counterpoint.machine import ElementType, Machine, machine_for_device
 from counterpoint.occupancy import residency
+from counterpoint.sim.block_kernels import BlockKernels
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import clock_exponent
@@ -24,11 +25,6 @@ from counterpoint.sim.tiles import num_tiles, stages, tile_stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
-# The kernel that adds blocks (`cuda/sum_kernel.py`), as Triton 3.6 compiles it for four blocks on an H100
-SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=40, dynamic_shared_bytes=0)
-SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
-SUM_CTAS_PER_SM = 2
-OWN_COPY_BLOCKS = 2  # a block is read and written
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
@@ -71,6 +67,7 @@ class CostModel:
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
         self.latency = MemoryLatency(calibration.latency_at_low_load.value, calibration.latency_per_load.value)
+        self._blocks = BlockKernels(machine.gpu.num_sms, calibration.block_sum_us.value, self.hbm_bytes_per_s)
         self._own_loads_scale = _own_loads_scale(calibration.device_name, machine)
 
     def lone_us(self, operation: Operation) -> float:
@@ -374,39 +371,12 @@ class CostModel:
         ranks = collective.group_size
         moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)
         copies = self._copies(self._calibration.copy_latency_us.value * ranks + moved_us, collective)
-        total = self._sum(collective, OWN_COPY_BLOCKS if is_in_place else 0)
+        total = self._blocks.total(collective, is_in_place=is_in_place)
         return copies, total, copies if collective.collective == "all_reduce" else None
-
-    def _sum(self, collective: Collective, num_more: int = 0) -> Kernel:
-        """Return the kernel that sums the ranks' blocks. It reads every block and writes its sum, that of an all-reduce to
-        two places: the others fetch one. It reads or writes `num_more` blocks besides.
-        """
-        num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
-        return self._of_blocks(f"sum of {collective.name}", collective, num_blocks + num_more)
 
     def own_copy(self, collective: Collective) -> Kernel:
         """Return the kernel that copies a rank's own part of an all-gather to its place."""
-        return self._of_blocks(f"own part of {collective.name}", collective, OWN_COPY_BLOCKS)
-
-    def _of_blocks(self, name: str, collective: Collective, num_blocks: int) -> Kernel:
-        """Return a kernel that reads or writes so many blocks. A CTA takes its turns one after the other, each with a part
-        of every block.
-
-        If all CTAs together would move more than the memory delivers, the memory determines their time.
-        """
-        block_bytes = collective.num_bytes / collective.group_size
-        num_turns = max(1, math.ceil(block_bytes / SUM_BYTES))
-        num_ctas = min(num_turns, SUM_CTAS_PER_SM * self._gpu.num_sms)
-        memory_us = US_PER_S * num_ctas * SUM_BYTES / self.hbm_bytes_per_s
-        turn_us = num_blocks * max(self._calibration.block_sum_us.value, memory_us)
-        return Kernel(
-            name=name,
-            stream=collective.stream,
-            footprint=msgspec.structs.replace(SUM_FOOTPRINT, num_ctas=num_ctas),
-            character="other",
-            cta_us=turn_us * num_turns / num_ctas,
-            hbm_bytes=num_blocks * block_bytes,
-        )
+        return self._blocks.own_copy(collective)
 
     def all_copies(self, collective: Collective) -> CopyWork:
         """Return all copies of a collective that copy engines move, one after the other."""
@@ -424,7 +394,7 @@ class CostModel:
         own part.
         """
         if collective.collective in SUMMED_COLLECTIVES:
-            return self.lone_us(self._sum(collective))
+            return self.lone_us(self._blocks.total(collective))
         return US_PER_S * 2 * collective.num_bytes / collective.group_size / self.hbm_bytes_per_s
 
     def _constants_of(self, collective: Collective) -> CollectiveConstants:
