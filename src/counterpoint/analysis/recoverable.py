@@ -45,6 +45,7 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     baseline_us = measure(tuning.baseline).makespan_us
     error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
+    lone_us = Simulator().lone_times_us(job.step, job.machine)
     present = {total.cause for total in analysis.causes if total.exposed_us > 0}
     found = [
         Recoverable(
@@ -52,7 +53,7 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
             what=what,
             recovers_us=recovers_us,
             apply=apply,
-            saved_us=_saved_us(job, directives),
+            saved_us=_saved_us(job, lone_us, directives),
             is_within_replay_error=recovers_us <= error_us,
         )
         for causes, what, recovers_us, apply, directives in (*_by_controls(tuning, baseline_us, source), *_by_changes(job))
@@ -107,12 +108,12 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
         yield causes, f"{words} together, as in the plan", baseline_us - planned_us, (save, RUN), tuning.plan.directives
 
 
-def _saved_us(job: Job, directives: tuple[Directive, ...]) -> float:
-    """Return the time alone of the kernels that these directives make unnecessary."""
+def _saved_us(job: Job, lone_us: list[float], directives: tuple[Directive, ...]) -> float:
+    """Return the time of the kernels that these directives make unnecessary; `lone_us` are all operations' times alone."""
     if not directives:
         return 0.0
-    times_us = [Simulator().lone_times_us(job.step, job.machine, Plan(directives=each)) for each in ((), directives)]
-    return float(sum(lone_us for lone_us, planned_us in zip(*times_us, strict=True) if not planned_us))
+    planned_us = Simulator().lone_times_us(job.step, job.machine, Plan(directives=directives))
+    return sum(before_us for before_us, after_us in zip(lone_us, planned_us, strict=True) if not after_us)
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:

@@ -60,7 +60,7 @@ class CopyLane(AbstractLane):
         self._flags = Flags(group, device, agreement, RESTING)
         self._signals = Signals(self._flags)
         self._pool = SymmetricPool(device, group, agreement)
-        self._row_bytes = self._num_rows = 0
+        self._row_bytes = 0
         self._has_captured = False  # whether graphs of users hold the present memory's addresses
         # a sum's CTAs are placed as soon as a matmul's CTA retires: the scheduler checks priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
@@ -82,17 +82,17 @@ class CopyLane(AbstractLane):
     def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
         """See `AbstractLane.reserve`."""
         wanted, num_rows = aligned(num_bytes), 1 if is_shared_only else self.num_ranks + 1
-        if wanted <= self._row_bytes and num_rows <= self._num_rows:
+        if wanted <= self._row_bytes:
             return
         what = f"A collective with blocks of {format_bytes(num_bytes)}"
         refuse_in_capture(what, self._device)
         self.discard()  # if there is no more memory, the next call of reserve must not count on it
         self._pool.replace(num_rows * wanted, what, has_captured=self._has_captured)
-        self._row_bytes, self._num_rows, self._has_captured = wanted, num_rows, False
+        self._row_bytes, self._has_captured = wanted, False
 
     def discard(self) -> None:
         """See `AbstractLane.discard`."""
-        self._row_bytes = self._num_rows = 0
+        self._row_bytes = 0
         self._recordings.clear()  # they hold addresses of the memory
 
     def exchange(self, blocks: Sequence[Pieces]) -> Arrived:

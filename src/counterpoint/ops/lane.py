@@ -40,7 +40,8 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
-        """Reserve symmetric memory for blocks of this many bytes, all ranks together; or for a shared part alone.
+        """Reserve symmetric memory for blocks of this many bytes, all ranks together; or for a shared part alone, on a lane
+        that is asked for nothing else.
 
         If a rank has no room, every rank raises `RefusedTogetherError`, and the lane has no memory until it is reserved.
         """

@@ -24,7 +24,7 @@ class MessageLane(AbstractLane):
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self.rank, self.num_ranks = group.rank(), group.size()
         self._group, self._agreement = group, agreement
-        self._row_bytes = self._num_rows = 0
+        self._row_bytes = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def issuing(self) -> AbstractContextManager[None]:
@@ -39,15 +39,15 @@ class MessageLane(AbstractLane):
     def reserve(self, num_bytes: int, *, is_shared_only: bool = False) -> None:
         """See `AbstractLane.reserve`."""
         wanted, num_rows = aligned(num_bytes), 1 if is_shared_only else self.num_ranks + 1
-        if wanted <= self._row_bytes and num_rows <= self._num_rows:
+        if wanted <= self._row_bytes:
             return
         self.close()
         memory = host_memory(num_rows * wanted, f"blocks of {format_bytes(num_bytes)}", self._agreement)
-        self._row_bytes, self._num_rows, self._memory = wanted, num_rows, memory
+        self._row_bytes, self._memory = wanted, memory
 
     def discard(self) -> None:
         """See `AbstractLane.discard`."""
-        self._row_bytes = self._num_rows = 0
+        self._row_bytes = 0
 
     def exchange(self, blocks: Sequence[Pieces]) -> Arrived:
         """See `AbstractLane.exchange`."""
@@ -121,7 +121,7 @@ class MessageLane(AbstractLane):
 
     def close(self) -> None:
         """See `AbstractLane.close`."""
-        self._row_bytes = self._num_rows = 0
+        self._row_bytes = 0
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 

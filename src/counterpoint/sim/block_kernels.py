@@ -27,7 +27,7 @@ class BlockKernels:
 
     def total(self, collective: Collective, *, is_in_place: bool = False) -> Kernel:
         """Return the kernel that sums the ranks' blocks. It reads every block and writes its sum, that of an all-reduce to
-        two places: the others fetch one. In place, the own block is copied together before.
+        two places: the others fetch one. In place, the pieces of the own block are copied into one block first.
         """
         num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
         return self._kernel(f"sum of {collective.name}", collective, num_blocks + (OWN_COPY_BLOCKS if is_in_place else 0))

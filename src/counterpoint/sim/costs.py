@@ -366,7 +366,7 @@ class CostModel:
         self, collective: Collective, *, is_in_place: bool = False
     ) -> tuple[CopyWork, Kernel, CopyWork | None]:
         """Return the parts of a reducing collective by copies: the copies of blocks to their ranks, the sum of the own
-        block, and for an all-reduce the copies of the sums back. In place, the own block is copied together before its sum.
+        block, and for an all-reduce the copies of the sums back. In place, the own block's pieces are copied into one first.
         """
         ranks = collective.group_size
         moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)

@@ -100,9 +100,11 @@ class EffectReader:
             and effect.uses_copy_engine
             and effect.overlap is None
         ]
-        buffers = FlatBuffers(self._step) if moved else None
+        if not moved:
+            return
+        buffers = FlatBuffers(self._step)
         for number in moved:
-            if buffers is not None and number in buffers.kernel_of:
+            if number in buffers.kernel_of:
                 kernel, share = buffers.kernel_of[number], 0.5 if number in buffers.widened else 1.0
                 effects[kernel] = msgspec.structs.replace(effects[kernel], is_saved=True)
                 effects[number] = msgspec.structs.replace(effects[number], is_in_place=True, sent_share=share)
