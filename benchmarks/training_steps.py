@@ -31,7 +31,7 @@ from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_pa
 from counterpoint import ops
 from counterpoint.errors import cause_of
 from counterpoint.integrations import ddp, fsdp2, tensor_parallel
-from counterpoint.integrations.in_place import LEAST_PIECE_BYTES
+from counterpoint.integrations.lane_collectives import LEAST_PIECE_BYTES
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 
 TOKENS = 4096
@@ -89,20 +89,24 @@ def tokens_of_this_rank() -> torch.Tensor:
 def ddp_variants() -> Builds:
     given = tokens_of_this_rank()
 
-    def build(bucket_mb: int, **options: object) -> Variant:
-        model = _wrapped(blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16), bucket_mb)
+    def build(bucket_mb: int, *, has_views: bool = True, **options: object) -> Variant:
+        model = blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=has_views)
         if options:
-            ddp.register(model, least_part_bytes=0, **options)  # type: ignore[arg-type]
-        return Variant(model, given)
+            ddp.register(wrapped, least_part_bytes=0, **options)  # type: ignore[arg-type]
+        return Variant(wrapped, given)
 
     return {
         "no communication": lambda: Variant(blocks(GPT_1B, GPT_BLOCKS, torch.bfloat16), given),
         "nccl 100 MB": lambda: build(100),
         "nccl 25 MB": lambda: build(25),
-        "copies 100 MB, 1 in flight": lambda: build(100, in_flight=1),
-        "copies 100 MB, 3 in flight": lambda: build(100, in_flight=3),
-        "copies 25 MB, 3 in flight": lambda: build(25, in_flight=3),
-        "copies 100 MB, 3 in flight, fp8": lambda: build(100, in_flight=3, compression="fp8"),
+        "nccl 25 MB, not views": lambda: build(25, has_views=False),
+        "copies 100 MB, buckets": lambda: build(100, least_piece_bytes=NEVER),
+        "copies 25 MB, buckets": lambda: build(25, least_piece_bytes=NEVER),
+        "copies 100 MB": lambda: build(100, in_flight=3),
+        "copies 25 MB": lambda: build(25, in_flight=3),
+        "copies 25 MB, not views": lambda: build(25, has_views=False, in_flight=3),
+        "copies 100 MB, fp8": lambda: build(100, compression="fp8"),
     }
 
 
@@ -110,10 +114,11 @@ def ddp32_variants() -> Builds:
     given = tokens_of_this_rank()
 
     def build(**options: object) -> Variant:
-        model = _wrapped(blocks(GPT_1B, GPT_BLOCKS, torch.float32), 200)
+        model = blocks(GPT_1B, GPT_BLOCKS, torch.float32)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=200, gradient_as_bucket_view=True)
         if options:
-            ddp.register(model, **options)  # type: ignore[arg-type]
-        return Variant(model, given, is_autocast=True)
+            ddp.register(wrapped, **options)  # type: ignore[arg-type]
+        return Variant(wrapped, given, is_autocast=True)
 
     def nccl_bf16() -> Variant:
         variant = build()
@@ -124,6 +129,7 @@ def ddp32_variants() -> Builds:
         "no communication": lambda: Variant(blocks(GPT_1B, GPT_BLOCKS, torch.float32), given, is_autocast=True),
         "nccl": build,
         "nccl, bf16": nccl_bf16,
+        "copies, buckets": lambda: build(least_piece_bytes=NEVER),
         "copies": lambda: build(in_flight=3),
         "copies, bf16": lambda: build(in_flight=3, compression="bf16"),
         "copies, fp8": lambda: build(in_flight=3, compression="fp8"),
@@ -196,10 +202,6 @@ FAMILIES: dict[str, Callable[[int], Builds]] = {
     "tp8b": lambda num_tokens: tp_variants("8B", num_tokens),
     "tp70b": lambda num_tokens: tp_variants("70B", num_tokens),
 }
-
-
-def _wrapped(model: nn.Module, bucket_mb: int) -> DistributedDataParallel:
-    return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
 
 
 def warmed(builds: Builds) -> Iterator[tuple[str, Variant]]:

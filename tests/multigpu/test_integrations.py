@@ -32,6 +32,14 @@ GROUPS = {
         "ddp_gives_way_to_a_hook_of_the_job",
         "ddp_without_memory",
     ),
+    "ddp, in place": (
+        "ddp_in_place",
+        "ddp_joins_buckets_in_place",
+        "ddp_in_place_of_several_types",
+        "ddp_in_place_refuses",
+        "ddp_in_place_by_turns",
+        "ddp_in_place_without_memory",
+    ),
     "fsdp2, as frameworks use it": (
         "fsdp2_as_frameworks_use_it",
         "fsdp2_divides_gradients_as_told",

@@ -17,20 +17,23 @@ def test_the_own_block_counts_in_place_of_its_row(rank: int, divisor: float) -> 
     rows = torch.arange(12.0).view(3, 4)
     own = torch.full((4,), 100.0)
     wanted = (rows.sum(0) - rows[rank] + own) / divisor
-    out, copy = torch.empty(4), torch.empty(4)
-    sum_arrived(Arrived(rows.clone(), own, rank), out, divisor, copy)
+    out = torch.empty(4)
+    pieces = own.split([1, 3])
+    sum_arrived(Arrived(rows.clone(), pieces, rank), out, divisor)
     assert torch.allclose(out, wanted)
-    assert torch.equal(copy, out)
+    assert torch.equal(own, torch.full((4,), 100.0))
+    sum_arrived(Arrived(rows.clone(), pieces, rank), out, divisor, into_own=True)
+    assert torch.allclose(out, wanted)
+    assert torch.equal(own, out)
 
 
-def test_the_own_block_may_lie_in_pieces_and_take_the_result() -> None:
-    rows, own = torch.ones(2, 6), torch.arange(12.0).view(3, 4)[:, :2]
-    out = torch.empty(6)
-    sum_arrived(Arrived(rows, own, 1), out)
-    assert torch.equal(out, own.flatten() + 1)
-    flat = torch.arange(6.0)
-    sum_arrived(Arrived(torch.ones(2, 6), flat, 0), out, copy=flat)
-    assert torch.equal(flat, torch.arange(6.0) + 1)
+def test_the_own_block_may_lie_in_rows_that_are_apart() -> None:
+    rows, own = torch.ones(2, 8), torch.arange(12.0).view(3, 4)[:, :2]
+    wanted = torch.cat([own.flatten(), torch.zeros(2)]) + 1
+    out = torch.empty(8)
+    sum_arrived(Arrived(rows, (own, torch.zeros(2)), 1), out, into_own=True)
+    assert torch.equal(out, wanted)
+    assert torch.equal(own.flatten(), wanted[:6])
 
 
 def test_rows_of_half_precision_are_rounded_once() -> None:
@@ -64,5 +67,5 @@ def test_without_a_compiler_torch_adds_and_one_line_says_why(
 @pytest.mark.parametrize("number", [1, 5000, 12_345])
 def test_a_warm_up_changes_no_result(number: int) -> None:
     rows, out = torch.ones(3, number), torch.zeros(number)
-    warm_up(Arrived(rows, torch.ones(number), 1), out)
+    warm_up(Arrived(rows, (torch.ones(number),), 1), out)
     assert not out.any()

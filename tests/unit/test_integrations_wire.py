@@ -81,7 +81,7 @@ def test_the_average_of_one_block_from_each_rank_is_their_mean(size: int, ranks:
         for block in range(ranks):
             rows = torch.stack([blocks[block] for blocks in sent])
             averages.append(torch.empty_like(rows[0]))
-            wire.reduce(Arrived(rows, rows[0].clone(), 0), averages[-1])
+            wire.reduce(Arrived(rows, (rows[0].clone(),), 0), averages[-1])
         found = torch.empty(size)
         wire.decode(averages, found)
         if isinstance(wire, AsIs):

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 from counterpoint.ops.lane_steps import RESTING, LaneMoves, LaneStep, lane_moves
 
-COLLECTIVES = {
-    "all-reduce": ("exchange", "arrive", "release", "share", "fetch"),
-    "reduce-scatter": ("exchange", "arrive", "release"),
-}
+COLLECTIVES = {"all-reduce": ("exchange", "release", "share", "fetch"), "reduce-scatter": ("exchange", "release")}
 COLLECTIVES["all-gather"] = ("share", "fetch")
 Operation = Callable[[], bool]  # whether it could be done now
 
@@ -44,7 +41,7 @@ class Lane:
             for name in COLLECTIVES[collective]:
                 for step in getattr(moves, name):
                     self._step(rank, step, number)
-                if name == "arrive":
+                if name == "exchange":
                     others = [("row", rank, peer) for peer in range(self.num_ranks) if peer != rank]
                     self._use(rank, others, number, "read")
                 if name == "share":
@@ -125,7 +122,7 @@ def without(moves: LaneMoves, name: str, place: int) -> LaneMoves:
 
 FLAG_STEPS = [
     (name, place)
-    for name in ("exchange", "arrive", "release", "share", "fetch")
+    for name in ("exchange", "release", "share", "fetch")
     for place, step in enumerate(getattr(lane_moves(0, 3), name))
     if step.kind in ("take", "raise")
 ]

@@ -24,6 +24,11 @@ SCALE_BYTES = 4
 BLOCK_ELEMENTS = 128  # blocks start at multiples of this, so that copies and sums are aligned
 
 
+def block_elements(num_elements: int, num_ranks: int) -> int:
+    """Return the elements of each rank's block of this many."""
+    return -(-num_elements // (num_ranks * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
+
+
 class AbstractWire(ABC):
     """A format of gradients between ranks."""
 
@@ -32,8 +37,8 @@ class AbstractWire(ABC):
         """Return the bucket as one flat block per rank; the blocks are views of the bucket if nothing needs converting."""
 
     @abstractmethod
-    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
-        """Write the mean (or the sum, for a sum format) of the ranks' blocks to `out`, and to `copy`, if given.
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, *, into_own: bool = False) -> None:
+        """Write the mean (or the sum, for a sum format) of the ranks' blocks to `out`, and into the own block, if asked.
 
         On several hosts it is this host's share of it, which the library adds to the others'.
         """
@@ -62,13 +67,13 @@ class AsIs(AbstractWire):
 
     def encode(self, bucket: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
         """See `AbstractWire.encode`. Blocks are parts of the bucket; the last ones may be shorter, or empty."""
-        block = -(-bucket.numel() // (num_ranks * BLOCK_ELEMENTS)) * BLOCK_ELEMENTS
+        block = block_elements(bucket.numel(), num_ranks)
         starts = [min(rank * block, bucket.numel()) for rank in range(num_ranks + 1)]
         return [bucket[start:stop] for start, stop in itertools.pairwise(starts)]
 
-    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, *, into_own: bool = False) -> None:
         """See `AbstractWire.reduce`."""
-        sum_arrived(arrived, out, len(arrived.rows) * num_hosts if self._is_mean else 1, copy)
+        sum_arrived(arrived, out, len(arrived.rows) * num_hosts if self._is_mean else 1, into_own=into_own)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`: the blocks are the bucket."""
@@ -90,9 +95,9 @@ class AsBfloat16(AbstractWire):
         """See `AbstractWire.encode`."""
         return self._as_is.encode(bucket.to(torch.bfloat16), num_ranks)
 
-    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, *, into_own: bool = False) -> None:
         """See `AbstractWire.reduce`."""
-        self._as_is.reduce(arrived, out, num_hosts, copy)
+        self._as_is.reduce(arrived, out, num_hosts, into_own=into_own)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""
@@ -121,7 +126,7 @@ class AsScaledFloat8(AbstractWire):
         """See `AbstractWire.is_summable`: scales differ."""
         return False
 
-    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, copy: torch.Tensor | None = None) -> None:
+    def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, *, into_own: bool = False) -> None:
         """See `AbstractWire.reduce`."""
         assert num_hosts == 1, "such blocks cannot be added up"
         rows = arrived.completed()
@@ -130,8 +135,8 @@ class AsScaledFloat8(AbstractWire):
         for rank in range(1, len(rows)):
             total.addcmul_(elements[rank].float(), scales[rank])
         _quantize((total / len(rows))[None], out[None])
-        if copy is not None:
-            copy.copy_(out)
+        if into_own:
+            arrived.own[0].copy_(out)
 
     def decode(self, blocks: list[torch.Tensor], bucket: torch.Tensor) -> None:
         """See `AbstractWire.decode`."""

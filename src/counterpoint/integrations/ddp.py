@@ -12,7 +12,8 @@ exception: with 3, 5, 6 or 7 ranks, the last bit may differ for gradients that p
 hook's state, so it can be copied and saved; a copy has no hook.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Literal, final
 from weakref import WeakKeyDictionary
@@ -22,23 +23,30 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.controls import ALL_REDUCES_IN_FLIGHT, LEAST_PART_BYTES
+from counterpoint.cuda.block_sums import Pieces
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
+from counterpoint.integrations.ddp_in_place import AveragesInPlace, obstacle_in
 from counterpoint.integrations.lane_collectives import (
+    LEAST_PIECE_BYTES,
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
     Tally,
     all_reduce,
+    all_reduce_in_place,
+    cut,
     future_of,
     require_buffer,
     require_in_flight,
     require_least_part,
+    require_least_piece,
     require_switch,
     streams_of,
     uses_nccl,
 )
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.ops.collectives import library_all_reduce
+from counterpoint.ops.lane import AbstractLane
 from counterpoint.value import require
 
 Compression = Literal["bf16", "fp8"]
@@ -55,13 +63,15 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 class BucketAverages:
     """State of the hook: lanes, wire format, whether it is on, and what was done how."""
 
-    def __init__(self, lanes: Lanes, compression: Compression | None, limits: tuple[int, int]) -> None:
+    def __init__(self, lanes: Lanes, compression: Compression | None, limits: tuple[int, int, int]) -> None:
         self._lanes = lanes
-        least_part_bytes, self._max_buffer_bytes = limits
+        least_part_bytes, least_piece_bytes, self._max_buffer_bytes = limits
         self._wire, self._as_is = WIRES[compression](), AsIs()
         self._compression = compression
         self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
+        self._in_place = AveragesInPlace(lanes.group.size(), least_part_bytes, least_piece_bytes)
+        self._is_pass_in_place = False
         self._of_job: tuple[Hook, object] | None = None  # a hook that averages in place of this one, and its state
         self.is_in_join = False  # buckets stay with the library then
 
@@ -78,6 +88,8 @@ class BucketAverages:
         self._is_on = is_on
         if is_on:
             self._lanes.prepare()
+        else:
+            self._in_place.remove()
 
     @property
     def is_on(self) -> bool:
@@ -100,6 +112,11 @@ class BucketAverages:
         return self._tally.library_reason
 
     @property
+    def num_in_place(self) -> int:
+        """The number of those by copies that needed no bucket."""
+        return self._tally.num_in_place
+
+    @property
     def num_bytes(self) -> int:
         """The bytes that copies moved from this rank to others."""
         return self._tally.num_bytes
@@ -108,9 +125,36 @@ class BucketAverages:
         """Describe what was done how, and whether copies are on."""
         return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 
+    def begin_pass(self, model: DistributedDataParallel) -> bool:
+        """Return whether gradients of this forward pass are averaged without DDP's buckets; the same on all ranks."""
+        if not model._has_rebuilt_buckets:
+            self._in_place.forget()
+        self._in_place.require_finished(lambda: {each: name for name, each in model.module.named_parameters()})
+        self._in_place.disarm()
+        self._is_pass_in_place = (
+            torch.is_grad_enabled()
+            and model.require_backward_grad_sync
+            and self._is_on
+            and self._in_place.is_possible
+            and self._of_job is None
+            and not self.is_in_join
+            and self._compression is None
+            and self._lanes.num_hosts == 1
+            and not obstacle_in(model)
+            and not self._lanes.obstacle
+        )
+        return self._is_pass_in_place
+
+    def end_pass(self) -> bool:
+        """Average in the next backward pass what `begin_pass` found; return that."""
+        if self._is_pass_in_place:
+            self._in_place.arm(self._average_in_place)
+        return self._is_pass_in_place
+
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; DDP calls this for every bucket."""
         flat = bucket.buffer()
+        self._in_place.learn(bucket)
         if self._of_job is not None:
             hook, state = self._of_job
             self._tally.count_library(OF_THE_JOB)
@@ -140,25 +184,57 @@ class BucketAverages:
 
     def _average_parts(self, flat: torch.Tensor, wire: AbstractWire) -> list[Any]:
         """Average the bucket in as many parts as the buffers require; return the streams on which that is done."""
+        most = self._max_buffer_bytes // flat.itemsize
+        parts, levels = [[part] for part in flat.split(most)], self._lanes.levels
+        streams, num_done = self._on_lanes(parts, lambda lane, part: all_reduce(lane, levels, part[0], wire))
+        if num_done < len(parts):
+            library_all_reduce(_scaled(flat[num_done * most :], self._lanes.group), group=self._lanes.group)
+            return [*streams, *streams_of(flat)]
+        return streams
+
+    def _average_in_place(self, gradients: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to average these flat gradients; return what makes the current stream wait for that."""
+        group, num_elements = self._lanes.group, sum(map(len, gradients))
+        part_bytes = -(-num_elements * gradients[0].itemsize // group.size())
+        if self._tally.is_librarys(part_bytes, self._lanes.obstacle):
+            return _average_apart(gradients, group)
+        most = self._max_buffer_bytes // gradients[0].itemsize
+        parts, levels = cut(gradients, most, -(-num_elements // most)), self._lanes.levels
+        streams, num_done = self._on_lanes(
+            parts, lambda lane, part: all_reduce_in_place(lane, levels, part), is_in_place=True
+        )
+        rest = [piece for part in parts[num_done:] for piece in part]
+        finish = _average_apart(rest, group) if rest else None
+
+        def wait() -> None:
+            for current in streams_of(gradients[0]):
+                for stream in streams:
+                    current.wait_stream(stream)
+            if finish is not None:
+                finish()
+
+        return wait
+
+    def _on_lanes(
+        self, parts: Sequence[Pieces], reduce: Callable[[AbstractLane, Pieces], int], *, is_in_place: bool = False
+    ) -> tuple[list[Any], int]:
+        """Average parts on the next lanes. Return the streams on which that is done, and the number of parts: if memory runs
+        out, all ranks agree on it, and the rest is the library's.
+        """
         streams: list[Any] = []
-        num_bytes = done = 0
-        for part in flat.split(self._max_buffer_bytes // flat.itemsize):
+        num_bytes = 0
+        for number, part in enumerate(parts):
             lane = self._lanes.next()
             with lane.issuing():
+                streams += streams_of(part[0])
                 try:
-                    num_bytes += all_reduce(lane, self._lanes.levels, part, wire)
+                    num_bytes += reduce(lane, part)
                 except RefusedTogetherError as refusal:
                     self._lanes.give_up(refusal)
-                    break
-                finally:
-                    streams += streams_of(flat)
-            done += part.numel()
-        if done < flat.numel():  # memory ran out; all ranks agree on it
-            self._tally.count_library(self._lanes.obstacle)
-            library_all_reduce(_scaled(flat[done:], self._lanes.group), group=self._lanes.group)
-            return [*streams, *streams_of(flat)]
-        self._tally.count_copies(num_bytes, self._lanes.num_hosts)
-        return streams
+                    self._tally.count_library(self._lanes.obstacle)
+                    return streams, number
+        self._tally.count_copies(num_bytes, self._lanes.num_hosts, is_in_place=is_in_place)
+        return streams, len(parts)
 
 
 def register(
@@ -167,6 +243,7 @@ def register(
     in_flight: int = ALL_REDUCES_IN_FLIGHT,
     compression: Compression | None = None,
     least_part_bytes: int = LEAST_PART_BYTES,
+    least_piece_bytes: int = LEAST_PIECE_BYTES,
     max_buffer_bytes: int = MAX_BUFFER_BYTES,
     across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
@@ -174,10 +251,11 @@ def register(
     """Average the model's gradient buckets by copy engines from now on; call it on every rank, between two steps.
 
     `in_flight`: concurrent buckets, each with its own buffers. `compression`: the wire format (errors:
-    `compression.py`). `least_part_bytes`: a bucket with less from each rank stays with the library. `max_buffer_bytes`:
-    larger buckets are sent in parts. `across_hosts`: whether buckets of several hosts are split into two levels. `is_on`:
-    False leaves everything to the library until `use(True)`, and makes no
-    buffers. Returns the hook's state, with switch and counts. DDP accepts only one hook, so to remove it, wrap the model
+    `compression.py`). `least_part_bytes`: a bucket with less from each rank stays with the library; in place,
+    buckets are joined until they have as much. `least_piece_bytes`: gradients that are smaller on average stay in buckets.
+    `max_buffer_bytes`: larger buckets are sent in parts. `across_hosts`: whether buckets of several hosts are split into two
+    levels. `is_on`: False leaves everything to the library until `use(True)`, and makes no buffers. Returns the hook's
+    state, with switch and counts. DDP accepts only one hook, so to remove it, wrap the model
     again. Raises `IntegrationError`.
     """
     require(
@@ -187,6 +265,7 @@ def register(
     )
     require_in_flight(in_flight)
     require_least_part(least_part_bytes)
+    require_least_piece(least_piece_bytes)
     require_buffer(max_buffer_bytes)
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
@@ -199,13 +278,14 @@ def register(
     _require_no_hook(model)
     place = model.process_group, next(iter(model.parameters())).device, "ddp"
     lanes = Lanes(place, in_flight, across_hosts)
-    state = BucketAverages(lanes, compression, (least_part_bytes, max_buffer_bytes))
+    state = BucketAverages(lanes, compression, (least_part_bytes, least_piece_bytes, max_buffer_bytes))
     try:
         model.register_comm_hook(state, BucketAverages.average)
     except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
         raise IntegrationError(_has_hook("a built-in hook of torch")) from problem
     model._comm_hooks.pop()  # copies of the model would hold the state, and with it this process's groups and memory
     _registered()[model] = state
+    _watch_passes()
     state.use(is_on)
     return state
 
@@ -214,6 +294,43 @@ def register(
 def _registered() -> WeakKeyDictionary[DistributedDataParallel, BucketAverages]:
     """The hooks of this process's models."""
     return WeakKeyDictionary()
+
+
+@cache
+def _watch_passes() -> None:
+    """Let forward passes of the models of `register` announce to DDP whether it is to average in the backward pass."""
+    before_forward, after_forward = DistributedDataParallel._pre_forward, DistributedDataParallel._post_forward
+
+    @wraps(before_forward)
+    def _pre_forward(model: DistributedDataParallel, *inputs: Any, **named: Any) -> Any:
+        averages = _registered().get(model)
+        if averages is None or not averages.begin_pass(model):
+            return before_forward(model, *inputs, **named)
+        with _without_reducer(model):
+            return before_forward(model, *inputs, **named)
+
+    @wraps(after_forward)
+    def _post_forward(model: DistributedDataParallel, output: Any) -> Any:
+        averages = _registered().get(model)
+        if averages is None or not averages.end_pass():
+            return after_forward(model, output)
+        with _without_reducer(model):
+            output = after_forward(model, output)
+        model.require_forward_param_sync = True  # of buffers, in the next forward pass
+        return output
+
+    DistributedDataParallel._pre_forward = _pre_forward
+    DistributedDataParallel._post_forward = _post_forward
+
+
+@contextmanager
+def _without_reducer(model: DistributedDataParallel) -> Iterator[None]:
+    """Tell DDP, as `no_sync` does, that it is not to average."""
+    model.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = True
 
 
 @cache
@@ -291,6 +408,18 @@ def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.f
         work = library_all_reduce(_scaled(flat, group), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
+
+
+def _average_apart(pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begin to average pieces of memory by the library, in a bucket; return what waits and copies the averages back."""
+    flat = torch.cat(list(pieces))
+    future = _average_by_library(flat, group)
+
+    def wait() -> None:
+        future.wait()
+        torch._foreach_copy_(list(pieces), flat.split([len(piece) for piece in pieces]))
+
+    return wait
 
 
 def _scaled(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

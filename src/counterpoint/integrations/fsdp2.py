@@ -5,9 +5,9 @@
     use.undo()
 
 FSDP gathers into a flat buffer, and its kernel copies every parameter out of it on the computation's stream. Here copy
-engines bring the parts to where the parameters are, so that kernel has nothing to do. Gradients are likewise sent from where
-they are (`in_place.py`). The symmetric memory is this rank's part of three groups, and one more block for each rank of the
-largest group for gradients.
+engines bring the parts to where the parameters are, so that kernel has nothing to do. Gradients are likewise sent from
+where they are (`fsdp2_in_place.py`). The symmetric memory is this rank's part of three groups, and one more block for each
+rank of the largest group for gradients.
 
 Small parameters, parameters of several types, and those that are sharded along another dimension go through flat buffers.
 These are in symmetric memory: `num_buffers` times the largest such group. FSDP keeps two groups gathered at once, and one
@@ -34,16 +34,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.display import capped
 from counterpoint.errors import IntegrationError, RefusedTogetherError
+from counterpoint.integrations.fsdp2_in_place import GatherInPlace, ReduceInPlace, can_gather_in_place
 from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers, claim, give_back
-from counterpoint.integrations.in_place import LEAST_PIECE_BYTES, GatherInPlace, ReduceInPlace, can_gather_in_place
 from counterpoint.integrations.lane_collectives import (
+    LEAST_PIECE_BYTES,
     SWITCHED_OFF,
     Tally,
     future_of,
     gather_into_buffer,
     reduce_scatter,
-    require_bytes,
     require_least_part,
+    require_least_piece,
     require_switch,
     streams_of,
 )
@@ -331,7 +332,7 @@ def use_copy_engines(
         f"found {num_buffers!r}. Leave it out, and FSDP gets as many as it needs.",
     )
     require_least_part(least_part_bytes)
-    require_bytes("least_piece_bytes", least_piece_bytes, "0 moves all parameters and gradients in place.")
+    require_least_piece(least_piece_bytes)
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     groups = {name or "the root": _parameters_of(module) for name, module in modules.items()}

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
-from counterpoint.cuda.block_sums import Arrived
+from counterpoint.cuda.block_sums import Arrived, Pieces
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable, is_capturing, is_possible, refuse_in_capture
-from counterpoint.ops.lane import AbstractLane, Pieces, aligned, own_block
+from counterpoint.ops.lane import AbstractLane, aligned, arrived_in
 from counterpoint.ops.lane_steps import RESTING, LaneStep, lane_moves
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.ops.streams import recording_stream_of, stream_of
@@ -108,11 +108,9 @@ class CopyLane(AbstractLane):
                 to += piece.nbytes
 
         self._issue(self._moves.exchange, stream, push)
-        own = own_block(blocks[self.rank], memory.local[row : row + self._row_bytes])
-        self._issue(self._moves.arrive, stream)
         self._sample(stream)
-        rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)[:, : own.nbytes].view(own.dtype)
-        return Arrived(rows, own, self.rank)
+        rows = memory.local[self._row_bytes :].view(self.num_ranks, self._row_bytes)
+        return arrived_in(rows, blocks[self.rank], self.rank)
 
     def release(self) -> None:
         """See `AbstractLane.release`."""

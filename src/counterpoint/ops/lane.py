@@ -16,11 +16,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from counterpoint.cuda.block_sums import Arrived
+from counterpoint.cuda.block_sums import Arrived, Pieces
 from counterpoint.ops.graph_cache import Key
 
 ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
-Pieces = Sequence[torch.Tensor]  # a block, or a part, in this order
 
 
 class AbstractLane(ABC):
@@ -106,10 +105,6 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def own_block(pieces: Pieces, row: torch.Tensor) -> torch.Tensor:
-    """Return this rank's block in one piece: itself, or a copy in its row."""
-    if len(pieces) == 1:
-        return pieces[0]
-    block = row[: sum(piece.nbytes for piece in pieces)].view(pieces[0].dtype)
-    torch._foreach_copy_(block.split([piece.numel() for piece in pieces]), [piece.flatten() for piece in pieces])
-    return block
+def arrived_in(rows: torch.Tensor, own: Pieces, rank: int) -> Arrived:
+    """Return what arrived in rows of memory, each at least as large as the own block."""
+    return Arrived(rows[:, : sum(piece.nbytes for piece in own)].view(own[0].dtype), own, rank)

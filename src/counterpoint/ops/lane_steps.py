@@ -26,12 +26,11 @@ class LaneStep(Value, frozen=True, kw_only=True):
 
 
 class LaneMoves(Value, frozen=True, kw_only=True):
-    """One rank's steps: after `exchange` and `arrive` the rows are there; `release` when they were read; after `share` the
-    shared part may be filled in; `fetch` when it is.
+    """One rank's steps: after `exchange` the rows are there; `release` when they were read; after `share` the shared part
+    may be filled in; `fetch` when it is.
     """
 
     exchange: tuple[LaneStep, ...]
-    arrive: tuple[LaneStep, ...]
     release: tuple[LaneStep, ...]
     share: tuple[LaneStep, ...]
     fetch: tuple[LaneStep, ...]
@@ -50,8 +49,8 @@ def lane_moves(rank: int, num_ranks: int) -> LaneMoves:
             LaneStep(kind="take", flag=FREE, peers=peers),
             *(LaneStep(kind="push", peers=(peer,)) for peer in peers),
             LaneStep(kind="raise", flag=ARRIVED, peers=peers),
+            LaneStep(kind="take", flag=ARRIVED, peers=peers),
         ),
-        arrive=(LaneStep(kind="take", flag=ARRIVED, peers=peers),),
         release=(LaneStep(kind="raise", flag=FREE, peers=peers),),
         share=(LaneStep(kind="take", flag=FETCHED, peers=peers),),
         fetch=(

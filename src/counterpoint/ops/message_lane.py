@@ -10,10 +10,10 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.cuda.block_sums import Arrived
+from counterpoint.cuda.block_sums import Arrived, Pieces
 from counterpoint.ops.agreement import Agreement, host_memory
 from counterpoint.ops.graph_cache import Key
-from counterpoint.ops.lane import AbstractLane, Pieces, aligned, own_block
+from counterpoint.ops.lane import AbstractLane, aligned, arrived_in
 from counterpoint.units import format_bytes
 
 
@@ -52,10 +52,9 @@ class MessageLane(AbstractLane):
     def exchange(self, blocks: Sequence[Pieces]) -> Arrived:
         """See `AbstractLane.exchange`."""
         staged = self._memory[self._row_bytes :].view(self.num_ranks, self._row_bytes)
-        own = own_block(blocks[self.rank], staged[self.rank])
-        rows = staged[:, : own.nbytes].view(own.dtype)
-        self._move([_in_one_piece(block) for block in blocks], [rows[peer] for peer in range(self.num_ranks)])
-        return Arrived(rows, own, self.rank)
+        arrived = arrived_in(staged, blocks[self.rank], self.rank)
+        self._move([_in_one_piece(block) for block in blocks], list(arrived.rows))
+        return arrived
 
     def release(self) -> None:
         """See `AbstractLane.release`."""
@@ -66,10 +65,12 @@ class MessageLane(AbstractLane):
 
     def fetch(self, targets: Sequence[Pieces]) -> None:
         """See `AbstractLane.fetch`."""
-        own = targets[self.rank]
-        num_elements, dtype = sum(piece.numel() for piece in own), own[0].dtype
-        arrived = [target[0] if len(target) == 1 else torch.empty(num_elements, dtype=dtype) for target in targets]
-        self._move([self.shared(num_elements, dtype)] * self.num_ranks, arrived)
+        sizes, dtype = [sum(piece.numel() for piece in target) for target in targets], targets[0][0].dtype
+        arrived = [
+            target[0] if len(target) == 1 else torch.empty(size, dtype=dtype)
+            for target, size in zip(targets, sizes, strict=True)
+        ]
+        self._move([self.shared(sizes[self.rank], dtype)] * self.num_ranks, arrived)
         for peer, pieces in enumerate(targets):
             if len(pieces) > 1 and peer != self.rank:
                 for piece, part in zip(pieces, arrived[peer].split([piece.numel() for piece in pieces]), strict=True):

@@ -57,7 +57,7 @@ class Recorder:
         start, end = blocks.given[self._rank]
         own_sums = issued.got.address + (start if destinations.sums else 0)
         if rows is not None:
-            arrived = Arrived(rows, tensor_at(issued.given.address + start, rows[0]), self._rank)
+            arrived = Arrived(rows, (tensor_at(issued.given.address + start, rows[0]),), self._rank)
             sums, divisor = tensor_at(own_sums, rows[0]), len(rows) if issued.reduction == "mean" else 1
             warm_up(arrived, sums)
 

@@ -29,6 +29,14 @@ from integration_sections.data_parallel import (
     ddp_types,
     memory_is_reported_and_given_back,
 )
+from integration_sections.data_parallel_in_place import (
+    ddp_in_place,
+    ddp_in_place_by_turns,
+    ddp_in_place_of_several_types,
+    ddp_in_place_refuses,
+    ddp_in_place_without_memory,
+    ddp_joins_buckets_in_place,
+)
 from integration_sections.data_parallel_switching import (
     ddp_checkpoints,
     ddp_compiled,
@@ -124,6 +132,12 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_gives_way_to_a_hook_of_the_job,
         ddp_sparse_gradients,
         ddp_without_memory,
+        ddp_in_place,
+        ddp_joins_buckets_in_place,
+        ddp_in_place_of_several_types,
+        ddp_in_place_refuses,
+        ddp_in_place_by_turns,
+        ddp_in_place_without_memory,
         fsdp2_steps,
         fsdp2_small_groups_stay,
         fsdp2_refuses_a_buffer_in_use,

@@ -18,9 +18,6 @@ from counterpoint.integrations.parameter_memory import ParameterMemory
 from counterpoint.integrations.stand_ins import BufferStandIn, Operators
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
-from counterpoint.units import KIB
-
-LEAST_PIECE_BYTES = 256 * KIB  # on average: the driver takes 3.5 us for each copy, about what a kernel takes for 8 MiB
 
 
 def can_gather_in_place(parameters: Sequence[FSDPParam], dtype: torch.dtype, piece_bytes: float, least_bytes: int) -> bool:

@@ -1,0 +1,139 @@
+"""DDP whose gradients are averaged where autograd leaves them."""
+
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from counterpoint import ops
+from counterpoint.integrations import ddp
+from integration_sections.comparing import (
+    DEVICE,
+    assert_close,
+    assert_equal,
+    refused,
+    said_of,
+    without_memory_above,
+)
+from integration_sections.data_parallel_switching import NUM_STEPS, trained, wrapped
+from integration_sections.layered import given_to
+
+EVERYTHING = {"least_part_bytes": 0, "least_piece_bytes": 0}
+NEVER = {"least_part_bytes": 0, "least_piece_bytes": 1 << 40}
+
+
+def ddp_in_place() -> None:
+    """The bits of averages in buckets, whatever the buckets, micro-batches, views and parts."""
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        for num_micro_steps, to_none, max_buffer_bytes in ((1, True, 1 << 20), (3, True, 4096), (2, False, 4096)):
+            results = []
+            for sizes in (EVERYTHING, NEVER):
+                model = wrapped(**options)
+                state = ddp.register(model, max_buffer_bytes=max_buffer_bytes, **sizes)
+                results.append(trained(model, num_micro_steps=num_micro_steps, to_none=to_none))
+                # DDP lays its buckets out after the first step, and tells what they hold in the second
+                assert (state.num_in_place >= 2 * (NUM_STEPS - 2)) == (sizes is EVERYTHING), state
+                assert state.num_by_library == 0
+            assert_equal(*results)
+            assert_close(results[0], trained(wrapped(**options), num_micro_steps=num_micro_steps, to_none=to_none), 1e-4)
+
+
+def ddp_joins_buckets_in_place() -> None:
+    """Buckets too small for copies are joined, and what no joining makes large enough is the library's."""
+    for least_part_bytes, has_some in ((3000, True), (1 << 30, False)):
+        model, bare = wrapped(), trained(wrapped())
+        state = ddp.register(model, least_part_bytes=least_part_bytes, least_piece_bytes=0)
+        said_of(lambda: assert_close(trained(model), bare, 1e-4))  # noqa: B023  called within this turn
+        assert (state.num_in_place >= NUM_STEPS - 2) == has_some, state
+        assert (state.num_by_library >= NUM_STEPS) == (not has_some), state
+
+
+def ddp_in_place_of_several_types() -> None:
+    """Gradients of two types, and of memory in another order than their shape's."""
+
+    class Pictures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filters = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+            self.wide, self.out = nn.Linear(8, 33).double(), nn.Linear(33, 7).double()
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            pictures = given[:, :27].reshape(-1, 3, 3, 3).to(memory_format=torch.channels_last)
+            return self.out(torch.tanh(self.wide(self.filters(pictures).flatten(1).double())))
+
+    results = []
+    for sizes in (None, EVERYTHING):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Pictures().to(DEVICE), bucket_cap_mb=0.001)
+        state = ddp.register(model, **sizes) if sizes else None
+        results.append(trained(model))
+    assert state is not None
+    assert state.num_in_place >= 2 * (NUM_STEPS - 2), state
+    assert_close(results[1], results[0], 1e-5)
+
+
+def ddp_in_place_refuses() -> None:
+    """Where DDP's own averages would be refused or wrong, one line says so, and DDP stays in charge of what it knows."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.is_whole = nn.Linear(33, 7), nn.Linear(33, 7), True
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return self.one(given) + self.other(given) if self.is_whole else self.one(given)
+
+    refused(lambda: ddp.register(wrapped(), least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
+    model = DistributedDataParallel(Halves().to(DEVICE), bucket_cap_mb=0.0001)
+    ddp.register(model, **EVERYTHING)
+    given = given_to(dist.get_rank())
+    for _ in range(3):
+        model(given).sum().backward()
+    model.module.is_whole = False
+    model(given).sum().backward()
+    refused(lambda: model(given), "had no gradients of other.bias, other.weight, so not all were averaged")
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        model = wrapped(**options)
+        state = ddp.register(model, **EVERYTHING)
+        trained(model)
+        assert state.num_by_copies > NUM_STEPS
+        assert state.num_in_place == 0
+
+
+def ddp_in_place_by_turns() -> None:
+    """On and off between steps, with a hook of the job's own in the end: the averages are those of the path in force."""
+    results = []
+    for is_ours in (False, True):
+        model, states = wrapped(), []
+
+        def switch(step: int) -> None:
+            if is_ours and step == 0:  # noqa: B023  called within this turn
+                states.append(ddp.register(model, **EVERYTHING))  # noqa: B023  as above
+            if is_ours and step > 1:  # noqa: B023  as above
+                states[0].use(step % 2 == 0)  # noqa: B023  as above
+
+        results.append(trained(model, switch))
+    assert_close(*results, 1e-4)
+    assert states[0].num_in_place >= 2, states
+    assert states[0].num_by_library >= 1, states
+
+
+def ddp_in_place_without_memory() -> None:
+    """One rank has no memory for a part in mid-job: all go on with the library, and say so once."""
+    ops.release()
+    model, bare = wrapped(), trained(wrapped())
+    state = ddp.register(model, **EVERYTHING, max_buffer_bytes=16384)
+    with ExitStack() as stack:
+
+        def shrink(step: int) -> None:
+            if step == 3:
+                ops.release()
+                stack.enter_context(without_memory_above(2048, on_rank=dist.get_world_size() - 1))
+
+        said = said_of(lambda: assert_close(trained(model, shrink), bare, 1e-4))
+    assert len(said) == (1 if dist.get_rank() == 0 else 0), said
+    assert state.num_by_copies > 0
+    assert state.num_by_library >= NUM_STEPS - 2, state
+    ops.release()
