@@ -110,4 +110,4 @@ def test_asynchronous_and_captured_collectives_and_the_librarys_own_divisor(star
     print(done.stdout[-4000:], done.stderr[-3000:])
     assert done.returncode == 0
     said = re.findall(r"rank 0: (\w+): ok", done.stdout)  # two ranks may write on one line
-    assert said == ["overlapping", "streams", "captured", "divisor"]
+    assert said == ["overlapping", "streams", "captured", "given_back", "divisor"]

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from counterpoint.ops import graph_cache
+from counterpoint.ops import allocations, graph_cache
 from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.graph_cache import NUM_SEEN_BEFORE, Recordings, capture, is_possible
 
@@ -30,7 +30,7 @@ def call(kept: Recordings, key: Hashable) -> str:
     if kept.find(key) is not None:
         return "replayed"
     if kept.is_due(key):
-        kept.keep(key, Graph())  # type: ignore[arg-type]
+        kept.keep(key, Graph(), ())  # type: ignore[arg-type]
         return "recorded"
     return "issued"
 
@@ -79,6 +79,28 @@ def test_nothing_is_replayed_after_memory_has_changed() -> None:
     kept.clear()
     assert call(kept, "op") == "issued"
     assert len(kept) == 0
+
+
+def test_a_recording_whose_memory_went_back_to_the_driver_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same addresses may come again, in another allocation; one address of each allocation is asked for."""
+    number_of, asked = {100: 1, 101: 1, 200: 2}, []
+    monkeypatch.setattr(allocations, "number_at", lambda address: asked.append(address) or number_of[address])
+    kept = Recordings(is_enabled=True)
+    kept.keep("op", Graph(), (100, 101, 200))  # type: ignore[arg-type]
+    asked.clear()
+    assert kept.find("op") is not None
+    assert len(asked) == 2
+    number_of[200] = 3
+    assert kept.find("op") is None
+    assert len(kept) == 0
+    kept.keep("op", Graph(), (100, 101, 200))  # type: ignore[arg-type]
+    assert kept.find("op") is not None
+
+
+def test_the_driver_numbers_no_address_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocations, "_request", lambda: lambda number, attribute, address: 1)
+    assert allocations.number_at(100) == 0
+    assert allocations.Allocations((100,)).are_present()
 
 
 @given(keys=st.lists(st.integers(0, 6), max_size=200))

@@ -83,7 +83,7 @@ def test_a_lane_that_grows_keeps_the_memory_of_a_captured_exchange(
     lane = object.__new__(module.CopyLane)
     lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
     lane._device, lane._flags = torch.device("cpu"), MagicMock()
-    lane._recordings, lane._is_recording = MagicMock(), False
+    lane._recordings, lane._copied = MagicMock(), None
     lane.reserve(1024)
     before = weakref.ref(pool.memory)
     monkeypatch.setattr(module, "is_capturing", lambda _: has_captured)
@@ -108,7 +108,7 @@ def recording(driver: MagicMock, pool: Any, monkeypatch: pytest.MonkeyPatch) -> 
     lane = object.__new__(module.CopyLane)
     lane._pool, lane._row_bytes, lane._has_captured, lane.num_ranks = pool, 0, False, 2
     lane._device, lane._flags, lane._group_name = torch.device("cpu"), MagicMock(), "all"
-    lane._recordings, lane._is_recording = module.Recordings(is_enabled=True), False
+    lane._recordings, lane._copied = module.Recordings(is_enabled=True), None
     monkeypatch.setattr("counterpoint.ops.graph_cache.capture", lambda _, issue: Graph(issue))
     monkeypatch.setattr(module, "recording_stream_of", lambda *_: None)
     monkeypatch.setattr(module.CopyLane, "_current", lambda _: 0)
@@ -180,7 +180,7 @@ def lanes(driver: MagicMock, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         lane.rank, lane.num_ranks, lane._row_bytes = rank, 3, 1 << 14
         lane._moves, lane._flags, lane._signals = module.lane_moves(rank, 3), MagicMock(), MagicMock()
         memory.addresses = [each.local.data_ptr() for each in memories]
-        lane._pool = SimpleNamespace(memory=memory)
+        lane._pool, lane._copied = SimpleNamespace(memory=memory), None
         made.append(lane)
     return made
 

@@ -125,7 +125,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         recordings = self._shared.recordings
         graph = self._record(operands, weights) if recordings.is_due(key) else None
         if graph is not None:
-            recordings.keep(key, graph)
+            recordings.keep(key, graph, map(torch.Tensor.data_ptr, operands.values()))
         return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:

@@ -65,7 +65,7 @@ class CopyLane(AbstractLane):
         # a sum's CTAs are placed as soon as a matmul's CTA retires: the scheduler checks priority only then
         self.stream = stream_of(group.group_name, device, f"lane {name}", GREATEST_PRIORITY)
         self._recordings: Recordings[Recorded] = Recordings(is_enabled=is_possible())
-        self._is_recording = False
+        self._copied: set[int] | None = None  # addresses of pieces that the call being recorded copies
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class CopyLane(AbstractLane):
             to = memory.addresses[peer] + row
             for piece in blocks[peer]:
                 shape = _rows_of(piece)
-                copy_rows((to, shape.num_bytes), (piece.data_ptr(), shape.pitch), shape, stream)
+                copy_rows((to, shape.num_bytes), (self._address_of(piece), shape.pitch), shape, stream)
                 to += piece.nbytes
 
         self._issue(self._moves.exchange, stream, push)
@@ -129,7 +129,7 @@ class CopyLane(AbstractLane):
             origin = addresses[peer]
             for piece in targets[peer]:
                 shape = _rows_of(piece)
-                copy_rows((piece.data_ptr(), shape.pitch), (origin, shape.num_bytes), shape, stream)
+                copy_rows((self._address_of(piece), shape.pitch), (origin, shape.num_bytes), shape, stream)
                 origin += piece.nbytes
 
         self._issue(self._moves.fetch, stream, pull)
@@ -169,20 +169,27 @@ class CopyLane(AbstractLane):
         """Record this; if that fails, return None and record nothing else."""
         stream = recording_stream_of(self._group_name, self._device, "lanes", GREATEST_PRIORITY)
         results: list[int] = []
-        self._is_recording = True
+        copied: set[int] = set()
+        self._copied = copied
         try:
             graph = capture_or_disable(self._recordings, stream, lambda: results.append(issue()), "Collectives")
         finally:
-            self._is_recording = False
+            self._copied = None
         if graph is None:
             return None
         recorded = Recorded(graph, results[0])
-        self._recordings.keep(key, recorded)
+        self._recordings.keep(key, recorded, copied)
         return recorded
+
+    def _address_of(self, piece: torch.Tensor) -> int:
+        address = int(piece.data_ptr())
+        if self._copied is not None:
+            self._copied.add(address)
+        return address
 
     def _sample(self, stream: Handle) -> None:
         """Let the watchdog watch what was issued; captured work runs later, and a user's unwatched."""
-        if self._is_recording:
+        if self._copied is not None:
             return
         if is_capturing(self._device):
             self._has_captured = True

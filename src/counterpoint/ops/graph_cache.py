@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any, Generic, TypeVar, final
@@ -25,10 +25,12 @@ import torch
 from torch._C import _CUDAGraph as Graph
 
 from counterpoint.errors import DeviceError, OperatorError, cause_of
+from counterpoint.ops.allocations import Allocations
 
 LOGGER = logging.getLogger("counterpoint")
 Key = tuple[Hashable, ...]  # a schedule, and everything else that determines what a call issues
 Pool = tuple[int, int]  # torch's number of a memory pool
+NOTHING = None, Allocations(())
 R = TypeVar("R")  # a recording: a graph, and what its caller keeps with it
 
 MAX_RECORDINGS = 1024  # most recordings of one group: 32 layers with 4 linears, forward and backward, are 256
@@ -77,7 +79,7 @@ class Recordings(Generic[R]):
 
     def __init__(self, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled
-        self._recordings: OrderedDict[Key, R] = OrderedDict()  # least recently replayed first
+        self._recordings: OrderedDict[Key, tuple[R, Allocations]] = OrderedDict()  # least recently replayed first
         self._last_call: dict[Key, int] = {}
         self._num_seen: OrderedDict[Key, int] = OrderedDict()  # sightings of calls that are not recorded
         self._num_calls = 0
@@ -86,13 +88,17 @@ class Recordings(Generic[R]):
         return len(self._recordings)
 
     def find(self, key: Key) -> R | None:
-        """Return the recording of a call, or None."""
+        """Return the recording of a call, or None. One whose memory went back to the driver since is forgotten."""
         self._num_calls += 1
-        found = self._recordings.get(key)
-        if found is not None:
-            self._recordings.move_to_end(key)
-            self._last_call[key] = self._num_calls
-        return found
+        recording, allocations = self._recordings.get(key, NOTHING)
+        if recording is None:
+            return None
+        if not allocations.are_present():
+            del self._recordings[key], self._last_call[key]
+            return None
+        self._recordings.move_to_end(key)
+        self._last_call[key] = self._num_calls
+        return recording
 
     def is_due(self, key: Key) -> bool:
         """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
@@ -104,9 +110,9 @@ class Recordings(Generic[R]):
             self._num_seen.popitem(last=False)
         return False
 
-    def keep(self, key: Key, recording: R) -> None:
-        """Keep this recording for this call."""
-        self._recordings[key] = recording
+    def keep(self, key: Key, recording: R, addresses: Iterable[int]) -> None:
+        """Keep this recording for this call. `addresses` are those in torch's memory that it copies from or to."""
+        self._recordings[key] = recording, Allocations(addresses)
         self._last_call[key] = self._num_calls
 
     def forget(self, schedules: Sequence[Hashable]) -> None:

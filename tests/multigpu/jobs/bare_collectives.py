@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from counterpoint import ops
 from counterpoint.cuda.ranks import wait_until_all_leave
 from counterpoint.integrations import collectives, fsdp2
 
@@ -71,6 +72,28 @@ def captured(replaced: collectives.ReplacedCollectives) -> None:
     assert bool((tensor == dist.get_world_size()).all())
 
 
+def given_back() -> None:
+    """What was recorded is not replayed at the same addresses after their memory went back to the driver and came again."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # addresses come again at once
+    addresses, counts = set(), []
+    for turn in range(2):
+        torch.cuda.synchronize(DEVICE)
+        torch.cuda.empty_cache()
+        tensor = torch.empty(4 * NUM_ELEMENTS, device=DEVICE)
+        addresses.add(tensor.data_ptr())
+        for number in range(3 * NUM_IN_TURN):
+            tensor.fill_(turn + number + dist.get_rank())
+            dist.all_reduce(tensor)
+            wanted = dist.get_world_size() * (turn + number + (dist.get_world_size() - 1) / 2)
+            assert bool((tensor == wanted).all()), (turn, number)
+            counts.append(sum(report.num_recordings for report in ops.pool_report()))
+        del tensor
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    first, second = counts[: 3 * NUM_IN_TURN], counts[3 * NUM_IN_TURN :]
+    assert first[-1] > first[0]
+    assert len(addresses) == 2 or min(second) < first[-1]
+
+
 def divisor() -> None:
     """A factor of the user's: NCCL's mean, times the ranks, divided by the factor, within rounding.
 
@@ -106,6 +129,7 @@ def main() -> int:
         ("overlapping", overlapping),
         ("streams", streams),
         ("captured", lambda: captured(replaced)),
+        ("given_back", given_back),
         ("divisor", divisor),
     ):
         section()
