@@ -36,6 +36,7 @@ SECTIONS = (
     "ddp_joins_buckets_in_place",
     "ddp_in_place_of_several_types",
     "ddp_in_place_refuses",
+    "ddp_in_place_that_leaves_out_parameters",
     "ddp_in_place_by_turns",
     "ddp_in_place_without_memory",
     "fsdp2_steps",

@@ -127,15 +127,17 @@ class BucketAverages:
 
     def begin_pass(self, model: DistributedDataParallel) -> bool:
         """Return whether gradients of this forward pass are averaged without DDP's buckets; the same on all ranks."""
-        if not model._has_rebuilt_buckets:
+        if not model._has_rebuilt_buckets and not model.find_unused_parameters:  # else they stay as they were made
             self._in_place.forget()
         self._in_place.require_finished(lambda: {each: name for name, each in model.module.named_parameters()})
         self._in_place.disarm()
+        if self._is_pass_in_place and model.find_unused_parameters:
+            model.reducer._reset_state()  # it has noted which parameters were used, and would wait for them to be averaged
         self._is_pass_in_place = (
             torch.is_grad_enabled()
             and model.require_backward_grad_sync
             and self._is_on
-            and self._in_place.is_possible
+            and self._in_place.is_possible()
             and self._of_job is None
             and not self.is_in_join
             and self._compression is None
@@ -145,10 +147,10 @@ class BucketAverages:
         )
         return self._is_pass_in_place
 
-    def end_pass(self) -> bool:
-        """Average in the next backward pass what `begin_pass` found; return that."""
+    def end_pass(self, model: DistributedDataParallel) -> bool:
+        """Average in the next backward pass as `begin_pass` found; return that."""
         if self._is_pass_in_place:
-            self._in_place.arm(self._average_in_place)
+            self._in_place.arm(self._average_in_place, may_leave_out=model.find_unused_parameters)
         return self._is_pass_in_place
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -312,7 +314,7 @@ def _watch_passes() -> None:
     @wraps(after_forward)
     def _post_forward(model: DistributedDataParallel, output: Any) -> Any:
         averages = _registered().get(model)
-        if averages is None or not averages.end_pass():
+        if averages is None or not averages.end_pass(model):
             return after_forward(model, output)
         with _without_reducer(model):
             output = after_forward(model, output)

@@ -4,8 +4,13 @@ DDP copies every gradient into a bucket, on the computation's stream, and back u
 DDP is told that a pass needs no synchronization, as by no_sync(), and hooks on the parameters do it instead: in the groups
 of its buckets, and in their order, which is the same on all ranks. DDP tells what its buckets hold once it has laid them
 out by the order of the first backward pass; until then it is on its own.
+
+With `find_unused_parameters`, a pass may leave out parameters: what is missing counts as zeros, at the end of the pass. As
+in DDP, a gradient that no rank has stays as it is. Since groups then wait for the end of the pass, a model that does leave
+out parameters goes back to DDP's buckets.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -19,34 +24,158 @@ from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import streams_of
-from counterpoint.value import require
 
-Gradients = list[torch.Tensor]  # of one group: flat, and each without gaps
+Group = Sequence[nn.Parameter]
 Finish = Callable[[], None]
-Average = Callable[[Gradients], Finish]  # begins to average; what it returns makes the current stream wait for that
+# begins to average flat gradients, each without gaps; what it returns makes the current stream wait for that
+Average = Callable[[list[torch.Tensor]], Finish]
 MOST_NAMED = 3
+PASSES_LATER = 2  # how much later shares are looked at: by then they have come without a wait
+
+
+@final
+class Usage:
+    """The share of the ranks that used each parameter in a pass: numbers that are averaged with the gradients."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[torch.Tensor, Any]] = deque()
+        self._is_complete = True
+
+    def note(self, shares: torch.Tensor) -> None:
+        """Begin to bring the shares of one more pass to the host."""
+        if not shares.is_cuda:
+            self._noted.append((shares.clone(), None))
+            return
+        host = torch.empty(shares.shape, dtype=shares.dtype, pin_memory=True)
+        host.copy_(shares, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._noted.append((host, event))
+
+    def is_complete(self) -> bool:
+        """Return whether every rank used all parameters, as far as looked at; the same on all ranks in the same pass."""
+        while len(self._noted) >= PASSES_LATER:
+            shares, event = self._noted.popleft()
+            if event is not None:
+                event.synchronize()
+            self._is_complete &= bool((shares > 1 - 1 / (2 * dist.get_world_size())).all())
+        return self._is_complete
+
+
+@final
+class BackwardPass:
+    """One backward pass: notes gradients, and begins to average each group when it is complete, in order.
+
+    With `usage`, groups that are not complete follow at the end of the pass.
+    """
+
+    def __init__(self, groups: Sequence[Group], average: Average, usage: Usage | None) -> None:
+        self._groups, self._average, self._usage = groups, average, usage
+        self._ready: list[set[int]] = [set() for _ in groups]  # positions of parameters whose gradients are complete
+        self._streams: list[set[Any]] = [set() for _ in groups]  # those on which autograd accumulated them
+        self._num_begun = 0
+        self._finishing: list[Finish] = []
+        self._shares: torch.Tensor | None = None
+        self.has_ended = False
+
+    def note(self, number: int, position: int, parameter: torch.Tensor) -> None:
+        """Note a gradient, and begin with all groups that are complete."""
+        if position in self._ready[number]:
+            raise IntegrationError(
+                "One backward pass accumulated a gradient twice, as with reentrant checkpoints, but DDP averages it once. "
+                "Use checkpoints with use_reentrant=False, or wrap the model with static_graph=True."
+            )
+        is_first = not any(self._ready)
+        self._ready[number].add(position)
+        self._streams[number].update(streams_of(parameter))
+        while self._num_begun < len(self._groups) and self._is_complete(self._num_begun):
+            self._begin()
+        if is_first if self._usage is not None else self._num_begun == len(self._groups):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def missing(self) -> list[nn.Parameter]:
+        """Return parameters without a gradient, if the pass has begun; with `usage` that is no error."""
+        if self._usage is not None or not any(self._ready):
+            return []
+        groups = zip(self._groups, self._ready, strict=True)
+        return [each for group, ready in groups for position, each in enumerate(group) if position not in ready]
+
+    def _is_complete(self, number: int) -> bool:
+        return len(self._ready[number]) == len(self._groups[number])
+
+    def _begin(self) -> None:
+        """Begin to average the next group."""
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        group = self._groups[number]
+        for current in streams_of(group[0]):
+            for stream in self._streams[number] - {current}:
+                current.wait_stream(stream)
+        with torch.no_grad():
+            flat = [_flat(parameter) for parameter in group]
+            shares = self._own_shares(group[0]) if self._num_begun == len(self._groups) else []
+            self._finishing.append(partial(self._finish, group, flat, self._average([*flat, *shares])))
+
+    def _own_shares(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return 1 for each parameter that has a gradient here and 0 for others; they travel with the last group."""
+        if self._usage is None:
+            return []
+        everything = list(chain.from_iterable(self._groups))
+        self._shares = torch.ones(len(everything), dtype=like.dtype, device=like.device)
+        absent = [number for number, parameter in enumerate(everything) if parameter.grad is None]
+        if absent:
+            self._shares[absent] = 0
+        return [self._shares]
+
+    def _end(self) -> None:
+        """Let the current stream wait for all averages."""
+        while self._num_begun < len(self._groups):
+            self._begin()
+        self.has_ended = True
+        with torch.no_grad():
+            while self._finishing:
+                self._finishing.pop()()
+        if self._usage is not None and self._shares is not None:
+            self._usage.note(self._shares)
+
+    def _finish(self, group: Group, flat: Sequence[torch.Tensor], wait: Finish) -> None:
+        """Wait for the averages, and copy those that are not where autograd left the gradients."""
+        wait()
+        for parameter, averages in zip(group, flat, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                if self._is_used(parameter):
+                    parameter.grad = _as_laid_out(averages, parameter)
+            elif gradient.data_ptr() != averages.data_ptr():
+                gradient.copy_(_as_laid_out(averages, parameter))
+
+    def _is_used(self, parameter: nn.Parameter) -> bool:
+        """Return whether another rank used a parameter; the last group, which has the shares, is finished first."""
+        assert self._shares is not None
+        number = next(number for number, each in enumerate(chain.from_iterable(self._groups)) if each is parameter)
+        return bool(self._shares[number] > 0)
 
 
 @final
 class AveragesInPlace:
     """Hooks on the parameters of one model, which average its gradients group by group in an armed backward pass.
 
-    A group has at least `least_bytes` on each rank, if the buckets allow that. `least_piece_bytes`: parameters that are
+    A group has at least `least_part_bytes` on each rank, if the buckets allow that. `least_piece_bytes`: parameters that are
     smaller on average stay in DDP's buckets.
     """
 
     def __init__(self, num_ranks: int, least_part_bytes: int, least_piece_bytes: int) -> None:
         self._num_ranks, self._least_piece_bytes = num_ranks, least_piece_bytes
         self._least_bytes = least_part_bytes * num_ranks
-        self._buckets: dict[int, list[nn.Parameter]] = {}
-        self._is_sparse = False
-        self._groups: list[list[nn.Parameter]] | None = None  # none at all, if DDP's buckets stay
         self._hooks: list[Any] = []
-        self._average: Average | None = None
-        self._ready: list[set[int]] = []  # by group, the positions of parameters whose gradients are complete
-        self._streams: list[set[Any]] = []  # by group, those on which autograd accumulated them
-        self._num_begun = 0
-        self._finishing: list[Finish] = []
+        self._pass: BackwardPass | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what buckets hold: DDP lays them out anew."""
+        self._buckets: dict[int, list[nn.Parameter]] = {}
+        self._groups: list[list[nn.Parameter]] | None = None  # none at all, if DDP's buckets stay
+        self._is_sparse = False
+        self._usage = Usage()
 
     def learn(self, bucket: dist.GradBucket) -> None:
         """Note what a bucket holds. The last one ends a backward pass, after which all are known."""
@@ -62,17 +191,12 @@ class AveragesInPlace:
             is_large = num_bytes >= self._least_piece_bytes * num_pieces
             self._groups = groups if is_large and not self._is_sparse else []
 
-    def forget(self) -> None:
-        """Forget what buckets hold: DDP lays them out anew."""
-        self._buckets, self._groups, self._is_sparse = {}, None, False
-
-    @property
     def is_possible(self) -> bool:
-        """Whether the groups are known, and their parameters large enough."""
-        return bool(self._groups)
+        """Return whether the groups are known, their parameters large enough, and all used."""
+        return bool(self._groups) and self._usage.is_complete()
 
-    def arm(self, average: Average) -> None:
-        """Average the gradients of the next backward pass in place."""
+    def arm(self, average: Average, *, may_leave_out: bool) -> None:
+        """Average the gradients of the next backward pass in place; it may leave out parameters, if that is said."""
         assert self._groups is not None
         if not self._hooks:
             for number, group in enumerate(self._groups):
@@ -80,13 +204,11 @@ class AveragesInPlace:
                     parameter.register_post_accumulate_grad_hook(self._hook(number, position))
                     for position, parameter in enumerate(group)
                 ]
-        self._average, self._num_begun, self._finishing = average, 0, []
-        self._ready = [set() for _ in self._groups]
-        self._streams = [set() for _ in self._groups]
+        self._pass = BackwardPass(self._groups, average, self._usage if may_leave_out else None)
 
     def disarm(self) -> None:
         """Leave the next backward pass to DDP."""
-        self._average = None
+        self._pass = None
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -96,22 +218,15 @@ class AveragesInPlace:
 
     def require_finished(self, names: Callable[[], dict[nn.Parameter, str]]) -> None:
         """Raise `IntegrationError` if the last backward pass left out parameters, as DDP does in its next forward pass."""
-        if self._average is None or not any(self._ready):
+        missing = self._pass.missing() if self._pass is not None else []
+        if not missing:
             return
-        assert self._groups is not None
-        groups, name_of = zip(self._groups, self._ready, strict=True), names()
-        missing = [
-            name_of.get(parameter, "one without a name")
-            for group, ready in groups
-            for position, parameter in enumerate(group)
-            if position not in ready
-        ]
+        name_of = names()
+        shown = ", ".join(name_of.get(parameter, "one without a name") for parameter in missing[:MOST_NAMED])
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-        require(
-            not missing,
-            IntegrationError,
-            f"The last backward pass had no gradients of {', '.join(missing[:MOST_NAMED])}{more}, so not all were averaged. "
-            "Use all parameters in each step, or wrap the model with find_unused_parameters=True.",
+        raise IntegrationError(
+            f"The last backward pass had no gradients of {shown}{more}, so not all were averaged. "
+            "Use all parameters in each step, or wrap the model with find_unused_parameters=True."
         )
 
     def _hook(self, number: int, position: int) -> Callable[[torch.Tensor], None]:
@@ -119,47 +234,10 @@ class AveragesInPlace:
 
         def on_gradient(parameter: torch.Tensor) -> None:
             averages = found()
-            if averages is not None and averages._average is not None:
-                averages._note(number, position, parameter)
+            if averages is not None and averages._pass is not None and not averages._pass.has_ended:
+                averages._pass.note(number, position, parameter)
 
         return on_gradient
-
-    def _note(self, number: int, position: int, parameter: torch.Tensor) -> None:
-        """Note a gradient, and begin with all groups that are complete, in order."""
-        assert self._groups is not None
-        if position in self._ready[number]:
-            raise IntegrationError(
-                "One backward pass accumulated a gradient twice, as with reentrant checkpoints, but DDP averages it once. "
-                "Use checkpoints with use_reentrant=False, or wrap the model with static_graph=True."
-            )
-        self._ready[number].add(position)
-        self._streams[number].update(streams_of(parameter))
-        while self._num_begun < len(self._groups) and self._is_complete(self._num_begun):
-            self._begin(self._num_begun)
-            self._num_begun += 1
-        if self._num_begun == len(self._groups):
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _is_complete(self, number: int) -> bool:
-        assert self._groups is not None
-        return len(self._ready[number]) == len(self._groups[number])
-
-    def _begin(self, number: int) -> None:
-        assert self._average is not None
-        assert self._groups is not None
-        group = self._groups[number]
-        for current in streams_of(group[0]):
-            for stream in self._streams[number] - {current}:
-                current.wait_stream(stream)
-        with torch.no_grad():
-            flat = [_flat(parameter) for parameter in group]
-            self._finishing.append(partial(_finish, group, flat, self._average(flat)))
-
-    def _end(self) -> None:
-        self.disarm()
-        with torch.no_grad():
-            while self._finishing:
-                self._finishing.pop(0)()
 
 
 def groups_of(buckets: Sequence[Sequence[nn.Parameter]], least_bytes: int) -> list[list[nn.Parameter]]:
@@ -179,8 +257,6 @@ def groups_of(buckets: Sequence[Sequence[nn.Parameter]], least_bytes: int) -> li
 
 def obstacle_in(model: DistributedDataParallel) -> str:
     """Return why the model's gradients must be in DDP's buckets, or nothing."""
-    if model.find_unused_parameters:
-        return "it may leave out parameters"
     if model.static_graph:
         return "its graph is static"
     if model.mixed_precision is not None:
@@ -188,19 +264,13 @@ def obstacle_in(model: DistributedDataParallel) -> str:
     return ""
 
 
-def _finish(group: Sequence[nn.Parameter], flat: Gradients, wait: Finish) -> None:
-    """Let the current stream wait for averages, and copy those that are not where autograd left the gradients."""
-    wait()
-    for parameter, averages in zip(group, flat, strict=True):
-        gradient = parameter.grad
-        if gradient is not None and gradient.data_ptr() != averages.data_ptr():
-            gradient.copy_(_as_laid_out(averages, parameter))
-
-
 def _flat(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient's memory, flat and in the parameter's layout; a copy, if it has another layout or type."""
+    """Return the gradient's memory, flat and in the parameter's layout; a copy, if it has another layout or type; zeros, if
+    there is none.
+    """
     gradient = parameter.grad
-    assert gradient is not None
+    if gradient is None:
+        return parameter.new_zeros(parameter.numel())
     if gradient.dtype == parameter.dtype and gradient.layout == torch.strided:
         if parameter.is_contiguous() and gradient.is_contiguous():
             return gradient.view(-1)

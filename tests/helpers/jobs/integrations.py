@@ -34,6 +34,7 @@ from integration_sections.data_parallel_in_place import (
     ddp_in_place_by_turns,
     ddp_in_place_of_several_types,
     ddp_in_place_refuses,
+    ddp_in_place_that_leaves_out_parameters,
     ddp_in_place_without_memory,
     ddp_joins_buckets_in_place,
 )
@@ -136,6 +137,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_joins_buckets_in_place,
         ddp_in_place_of_several_types,
         ddp_in_place_refuses,
+        ddp_in_place_that_leaves_out_parameters,
         ddp_in_place_by_turns,
         ddp_in_place_without_memory,
         fsdp2_steps,

@@ -74,7 +74,7 @@ def captured(replaced: collectives.ReplacedCollectives) -> None:
 
 def given_back() -> None:
     """What was recorded is not replayed at the same addresses after their memory went back to the driver and came again."""
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # addresses come again at once
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # addresses come again at once
     addresses, counts = set(), []
     for turn in range(2):
         torch.cuda.synchronize(DEVICE)
@@ -88,7 +88,7 @@ def given_back() -> None:
             assert bool((tensor == wanted).all()), (turn, number)
             counts.append(sum(report.num_recordings for report in ops.pool_report()))
         del tensor
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     first, second = counts[: 3 * NUM_IN_TURN], counts[3 * NUM_IN_TURN :]
     assert first[-1] > first[0]
     assert len(addresses) == 2 or min(second) < first[-1]

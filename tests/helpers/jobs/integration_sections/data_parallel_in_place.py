@@ -24,6 +24,20 @@ EVERYTHING = {"least_part_bytes": 0, "least_piece_bytes": 0}
 NEVER = {"least_part_bytes": 0, "least_piece_bytes": 1 << 40}
 
 
+class Halves(nn.Module):
+    """Two layers of which a pass may leave out one, and a third, if asked, that every pass leaves out."""
+
+    def __init__(self, *, has_idle: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(33, 7), nn.Linear(33, 7)
+        self.idle = nn.Linear(33, 7) if has_idle else None
+        self.used = "both"
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found = [layer(given) for name, layer in (("one", self.one), ("other", self.other)) if self.used in ("both", name)]
+        return torch.stack(found).sum(0)
+
+
 def ddp_in_place() -> None:
     """The bits of averages in buckets, whatever the buckets, micro-batches, views and parts."""
     for options in ({}, {"gradient_as_bucket_view": True}):
@@ -77,29 +91,47 @@ def ddp_in_place_of_several_types() -> None:
 def ddp_in_place_refuses() -> None:
     """Where DDP's own averages would be refused or wrong, one line says so, and DDP stays in charge of what it knows."""
 
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other, self.is_whole = nn.Linear(33, 7), nn.Linear(33, 7), True
-
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            return self.one(given) + self.other(given) if self.is_whole else self.one(given)
-
     refused(lambda: ddp.register(wrapped(), least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
     model = DistributedDataParallel(Halves().to(DEVICE), bucket_cap_mb=0.0001)
     ddp.register(model, **EVERYTHING)
     given = given_to(dist.get_rank())
     for _ in range(3):
         model(given).sum().backward()
-    model.module.is_whole = False
+    model.module.used = "one"
     model(given).sum().backward()
     refused(lambda: model(given), "had no gradients of other.bias, other.weight, so not all were averaged")
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-        model = wrapped(**options)
-        state = ddp.register(model, **EVERYTHING)
-        trained(model)
-        assert state.num_by_copies > NUM_STEPS
-        assert state.num_in_place == 0
+    model = wrapped(static_graph=True)
+    state = ddp.register(model, **EVERYTHING)
+    trained(model)
+    assert state.num_by_copies > NUM_STEPS
+    assert state.num_in_place == 0
+
+
+def ddp_in_place_that_leaves_out_parameters() -> None:
+    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again."""
+    rank = dist.get_rank()
+    uses: tuple[tuple[str, ...], ...] = (("both",) * 8, ("both", "one", "both", "other", "one", "both", "both", "both"))
+    for has_idle, turns in ((False, uses[0]), (False, uses[1]), (True, uses[1])):
+        results = []
+        for is_ours in (False, True):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(
+                Halves(has_idle=has_idle).to(DEVICE), bucket_cap_mb=0.0001, find_unused_parameters=True
+            )
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            found = []
+            for step in range(len(turns)):
+                model.module.used = turns[(step + rank) % len(turns)]
+                model.zero_grad()
+                model(given_to(rank + 10 * step)).pow(2).sum().backward()
+                found += [torch.ones(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place > 0
+        leaves_out = has_idle or turns is uses[1]
+        # one pass tells the buckets; what a pass left out is known two passes later
+        assert (state.num_by_copies - state.num_in_place > 3) == leaves_out, state
 
 
 def ddp_in_place_by_turns() -> None:
