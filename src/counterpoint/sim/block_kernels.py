@@ -12,7 +12,6 @@ from counterpoint.units import US_PER_S
 SUM_FOOTPRINT = Footprint(num_ctas=1, threads_per_cta=256, registers_per_thread=40, dynamic_shared_bytes=0)
 SUM_BYTES = 8192  # of each block that a CTA adds at once, in half precision
 SUM_CTAS_PER_SM = 2
-OWN_COPY_BLOCKS = 2  # a block is read and written
 
 
 @final
@@ -25,16 +24,16 @@ class BlockKernels:
     def __init__(self, num_sms: int, block_us: float, hbm_bytes_per_s: float) -> None:
         self._num_sms, self._block_us, self._hbm_bytes_per_s = num_sms, block_us, hbm_bytes_per_s
 
-    def total(self, collective: Collective, *, is_in_place: bool = False) -> Kernel:
+    def total(self, collective: Collective) -> Kernel:
         """Return the kernel that sums the ranks' blocks. It reads every block and writes its sum, that of an all-reduce to
-        two places: the others fetch one. In place, the pieces of the own block are copied into one block first.
+        two places: the others fetch one.
         """
         num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
-        return self._kernel(f"sum of {collective.name}", collective, num_blocks + (OWN_COPY_BLOCKS if is_in_place else 0))
+        return self._kernel(f"sum of {collective.name}", collective, num_blocks)
 
     def own_copy(self, collective: Collective) -> Kernel:
         """Return the kernel that copies a rank's own part of an all-gather to its place."""
-        return self._kernel(f"own part of {collective.name}", collective, OWN_COPY_BLOCKS)
+        return self._kernel(f"own part of {collective.name}", collective, 2)  # it is read and written
 
     def _kernel(self, name: str, collective: Collective, num_blocks: int) -> Kernel:
         """Return a kernel that reads or writes so many blocks."""

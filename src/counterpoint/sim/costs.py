@@ -362,16 +362,14 @@ class CostModel:
         lone_us = US_PER_S * moved / rate + self._calibration.copy_latency_us.value * max(1, operation.group_size - 1)
         return self._copies(lone_us, operation)
 
-    def reducing_copies(
-        self, collective: Collective, *, is_in_place: bool = False
-    ) -> tuple[CopyWork, Kernel, CopyWork | None]:
+    def reducing_copies(self, collective: Collective) -> tuple[CopyWork, Kernel, CopyWork | None]:
         """Return the parts of a reducing collective by copies: the copies of blocks to their ranks, the sum of the own
-        block, and for an all-reduce the copies of the sums back. In place, the own block's pieces are copied into one first.
+        block, and for an all-reduce the copies of the sums back.
         """
         ranks = collective.group_size
         moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)
         copies = self._copies(self._calibration.copy_latency_us.value * ranks + moved_us, collective)
-        total = self._blocks.total(collective, is_in_place=is_in_place)
+        total = self._blocks.total(collective)
         return copies, total, copies if collective.collective == "all_reduce" else None
 
     def own_copy(self, collective: Collective) -> Kernel:

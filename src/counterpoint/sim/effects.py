@@ -52,7 +52,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """The combined effect of a plan's controls on one operation. `overlap` takes precedence over `uses_copy_engine`.
 
     `is_saved`: an operator or copies of the plan make this operation unnecessary. `is_in_place`: copies move parameters or
-    gradients without FSDP's flat buffer, and send `sent_share` of a reduced buffer's bytes.
+    gradients without a flat buffer, and send `sent_share` of a reduced buffer's bytes.
     """
 
     footprint: Footprint | None
@@ -91,7 +91,7 @@ class EffectReader:
         return effects
 
     def _move_in_place(self, effects: list[Effect]) -> None:
-        """Let what the plan moves by copies do without FSDP's flat buffers, if the step has some."""
+        """Let what the plan moves by copies do without flat buffers, if the step has some."""
         moved = [
             number
             for number, (operation, effect) in enumerate(zip(self._step.operations, effects, strict=True))
@@ -104,9 +104,10 @@ class EffectReader:
             return
         buffers = FlatBuffers(self._step)
         for number in moved:
-            if number in buffers.kernel_of:
-                kernel, share = buffers.kernel_of[number], 0.5 if number in buffers.widened else 1.0
-                effects[kernel] = msgspec.structs.replace(effects[kernel], is_saved=True)
+            if number in buffers.copies_of:
+                for copy in buffers.copies_of[number]:
+                    effects[copy] = msgspec.structs.replace(effects[copy], is_saved=True)
+                share = 0.5 if number in buffers.widened else 1.0
                 effects[number] = msgspec.structs.replace(effects[number], is_in_place=True, sent_share=share)
 
     def _effect(self, index: int, operation: Operation, controls: Sequence[Control]) -> Effect:

@@ -128,7 +128,7 @@ class TaskGraph:
         """Add copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
         effect = self._effects[index]
         sent = msgspec.structs.replace(collective, num_bytes=round(collective.num_bytes * effect.sent_share))
-        out, total, back = self._costs.reducing_copies(sent, is_in_place=effect.is_in_place)
+        out, total, back = self._costs.reducing_copies(sent)
         task = len(self.tasks)
         self._append(CopyTask(task, out), launch)
         self._append(self._sm_task(index, total, total.footprint, self._lane_priority()), self._after(task))
