@@ -276,10 +276,12 @@ def test_fsdp_gains_a_few_percent_by_copies_with_and_without_reductions() -> Non
 
 
 def test_ddp_gains_by_copies_and_sums() -> None:
-    """Measured with buckets of 100 MB, as in this trace, and three in flight: 62.24 to 60.03 ms, 3.5 % less."""
+    """Through buckets of 100 MB, as in this trace, 3.5 % less was measured: 62.24 to 60.03 ms. In place, the kernels that
+    fill buckets fall away, too, which take 2 % of the step.
+    """
     plan = tuned("ddp").plan
     assert plan.verdict == "GAIN"
-    assert 1 - plan.expectation.planned_us / plan.expectation.baseline_us == pytest.approx(0.035, abs=0.011)
+    assert 1 - plan.expectation.planned_us / plan.expectation.baseline_us == pytest.approx(0.05, abs=0.011)
     step = load_job(str(TRACES / "ddp.rank0.json.gz")).step
     reduced = [operation.num_bytes for operation in step.operations if isinstance(operation, Collective)]
     moved = [step.operations[number].num_bytes for each in plan.directives for number in each.match.accepted(step)]

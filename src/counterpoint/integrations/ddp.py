@@ -1,10 +1,10 @@
-"""Averages DDP's gradient buckets by copy engines, several buckets in flight.
+"""Averages DDP's gradients by copy engines, several buckets in flight.
 
-    model = DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(model)
     ddp.register(model)
 
 Beside NCCL's kernels, matmuls lose SMs; beside copies, they run at full speed, and only the sum of a bucket needs SMs.
-Large buckets pay (100 MB; DDP's default of 25 MB is below the limit on 4 ranks and stays with NCCL).
+Where gradients are large enough, they are averaged where autograd leaves them, without buckets (`ddp_in_place.py`).
 docs/integrations.md has figures. This module knows about static graphs and join() only what a communication hook is
 told. DDP keeps a hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The
 exception: with 3, 5, 6 or 7 ranks, the last bit may differ for gradients that persist as views of buckets
