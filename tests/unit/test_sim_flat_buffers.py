@@ -5,9 +5,10 @@ import pytest
 
 from counterpoint.controls import Transport
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner.movements import propose_transports
 from counterpoint.sim import Simulator
 from counterpoint.sim.flat_buffers import FlatBuffers
-from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Operation
+from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Operation, Step
 from counterpoint.traces import read_trace
 from helpers.command import TRACES
 from helpers.toy_steps import H200, kernel, plan_of, step_of
@@ -118,3 +119,20 @@ def test_what_the_job_itself_moved_by_copies_keeps_its_kernel() -> None:
     moved = msgspec.structs.replace(collective("all_gather"), transport="copy_engine")
     timeline = Simulator().run(step_of(moved, named(OUT, 0)), H200, LEAVE_IT)
     assert timeline.intervals[1].end_us - timeline.intervals[1].start_us == pytest.approx(100, rel=0.05)
+
+
+def test_small_buckets_are_joined_until_copies_pay() -> None:
+    """DDP's default buckets on 8 GPUs have 3 MiB from each rank; those of a model of two of them stay with the library."""
+
+    def of_buckets(number: int) -> Step:
+        filled = (each for index in range(number) for each in (named(MULTIPLIED), bucket(2 * index, num_bytes=25 * MIB)))
+        operations = [
+            msgspec.structs.replace(each, group_size=8) if isinstance(each, Collective) else each for each in filled
+        ]
+        return step_of(*operations)
+
+    (candidate,) = propose_transports(of_buckets(4), H200).candidates
+    assert candidate.directives[0].match.operations == (1, 3, 5, 7)
+    found = propose_transports(of_buckets(1), H200)
+    assert not found.candidates
+    assert "it sums less than 4 MiB from each rank" in found.refusals[0].reason

@@ -42,7 +42,8 @@ from counterpoint.units import format_count
 OLDEST_TORCH = (2, 11)
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and its target
-Counts = tuple[int, int, int]  # calls by copies, calls by the library, bytes
+Counts = tuple[int, int, int, int]  # calls by copies, those of them in place, calls by the library, bytes
+NONE: Counts = (0, 0, 0, 0)
 
 
 @final
@@ -170,12 +171,13 @@ class TorchJobPaths(AbstractJobPaths):
         reasons = {key: counted.library_reason for key, counted in self._counting()}
         found = []
         for control, target in paths.targets:
-            by_copies, by_library, num_bytes = tally.get((control, target), (0, 0, 0))
+            by_copies, in_place, by_library, num_bytes = tally.get((control, target), NONE)
             found.append(
                 PathCounts(
                     control=control,
                     target=target,
                     num_by_copies=by_copies,
+                    num_in_place=in_place,
                     num_by_library=by_library,
                     num_bytes=num_bytes,
                     symmetric_bytes=symmetric_bytes,
@@ -187,13 +189,13 @@ class TorchJobPaths(AbstractJobPaths):
     def _tally(self) -> dict[Key, Counts]:
         """Return all counts under the current paths, now and before."""
         earlier, now = self._tallies.get(self._in_force, {}), self._count()
-        return {key: _add(earlier.get(key), _subtract(now[key], self._counted.get(key))) for key in now}
+        return {key: _add(earlier.get(key, NONE), _subtract(now[key], self._counted.get(key, NONE))) for key in now}
 
     def _count(self) -> dict[Key, Counts]:
         """Return all counts of the integrations so far, by control."""
         found: dict[Key, Counts] = {}
         for key, counted in self._counting():
-            found[key] = _add(found.get(key), _tally_of(counted))
+            found[key] = _add(found.get(key, NONE), _tally_of(counted))
         return found
 
     def _counting(self) -> list[tuple[Key, Counting]]:
@@ -210,15 +212,16 @@ class TorchJobPaths(AbstractJobPaths):
 
 
 def _tally_of(counted: Counting) -> Counts:
-    return counted.num_by_copies, counted.num_by_library, counted.num_bytes
+    num_in_place = 0 if isinstance(counted, tensor_parallel.Overlapped) else counted.num_in_place
+    return counted.num_by_copies, num_in_place, counted.num_by_library, counted.num_bytes
 
 
-def _add(one: Counts | None, other: Counts) -> Counts:
-    return other if one is None else (one[0] + other[0], one[1] + other[1], one[2] + other[2])
+def _add(one: Counts, other: Counts) -> Counts:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
 
 
-def _subtract(one: Counts, other: Counts | None) -> Counts:
-    return one if other is None else (one[0] - other[0], one[1] - other[1], one[2] - other[2])
+def _subtract(one: Counts, other: Counts) -> Counts:
+    return one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3]
 
 
 def _obstacle() -> str:

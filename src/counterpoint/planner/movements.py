@@ -33,19 +33,22 @@ def propose_transports(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> P
     moving: list[int] = []
     reducing: list[int] = []
     refusals: dict[str, Refusal] = {}
+    buffers = FlatBuffers(step)
     for index, operation in _collectives(step, plan, OverlapMatmul):
         if operation.transport == "copy_engine":
             continue
-        obstacle = obstacle_to_copies(operation, step.num_ranks, machine) or _obstacle_to_copying(operation)
+        # DDP's small buckets are joined
+        joined_bytes = buffers.bucket_bytes if operation.collective == "all_reduce" and index in buffers.copies_of else 0
+        obstacle = obstacle_to_copies(operation, step.num_ranks, machine) or _obstacle_to_copying(operation, joined_bytes)
         if obstacle is None:
             (reducing if operation.collective in SUMMED_COLLECTIVES else moving).append(index)
         else:
             refusals[obstacle] = Refusal(control="transport", target=operation.collective, reason=obstacle)
-    return proposal(_transports(step, moving, reducing), refusals.values())
+    return proposal(_transports(step, buffers, moving, reducing), refusals.values())
 
 
-def _transports(step: Step, moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Candidate]:
-    control, buffers = (Transport(transport="copy_engine"),), FlatBuffers(step)
+def _transports(step: Step, buffers: FlatBuffers, moving: Sequence[int], reducing: Sequence[int]) -> Iterator[Candidate]:
+    control = (Transport(transport="copy_engine"),)
     if moving:
         subject = "it only moves" if len(moving) == 1 else "they only move"
         reason = f"{subject} data, and copy engines do that without taking SMs{_saved(step, buffers, moving)}"
@@ -80,15 +83,15 @@ def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int,
             yield index, operation
 
 
-def _obstacle_to_copying(collective: Collective) -> str | None:
-    """Return why copy engines should not move the collective, or None."""
+def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | None:
+    """Return why copy engines should not move the collective, or None; `joined_bytes` may be moved together with it."""
     is_summed = collective.collective in SUMMED_COLLECTIVES
     if not is_summed and collective.collective not in COPY_ENGINE_COLLECTIVES:
         return "it reduces to one rank; no integration does that by copies"
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that copy engines would take"
     if is_summed:
-        if collective.num_bytes < collective.group_size * LEAST_PART_BYTES:
+        if max(collective.num_bytes, joined_bytes) < collective.group_size * LEAST_PART_BYTES:
             least = format_bytes(LEAST_PART_BYTES)
             return f"it sums less than {least} from each rank; the integrations leave that to the library"
         return None

@@ -28,7 +28,8 @@ class FlatBuffers:
     """The operations that copy into or out of a flat buffer, by the number of its collective: out of it after a gather,
     into it before a reduction, and both around the all-reduce of a bucket.
 
-    `widened`: reductions of buffers whose elements have twice the size of the gradients'.
+    `widened`: reductions of buffers whose elements have twice the size of the gradients'. `bucket_bytes`: what all buckets
+    of DDP hold.
     """
 
     def __init__(self, step: Step) -> None:
@@ -50,6 +51,7 @@ class FlatBuffers:
                     found = range(start, wait.operation + 1)
                     buckets[number] = tuple(each for each in found if MULTIPLIED.search(step.operations[each].name))
         back = self._out_of_buckets(list(buckets))
+        self.bucket_bytes = sum(self._num_bytes(number) for number in buckets)
         for number in self._only_filled(buckets):
             self.copies_of[number] = (*buckets[number], *back.get(number, ()))
 

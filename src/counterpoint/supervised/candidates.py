@@ -60,7 +60,7 @@ def _by_copies(kind: CollectiveKind) -> str:
 
 
 GATHERED, SCATTERED, REDUCED = (_by_copies(kind) for kind in COPIED_KINDS)
-# The most promising first. Under FSDP2 gathers and reductions together gained most on 2 and 4 GPUs; DDP's gained on 4 only.
+# The most promising first. Under FSDP2 gathers and reductions together gained most on 2 and 4 GPUs; DDP's gain less.
 PATHS_IN_ORDER = (
     (EXPERTS_OVERLAPPED,),
     (OVERLAPPED, EXPERTS_OVERLAPPED, GATHERED, SCATTERED),

@@ -72,13 +72,15 @@ def prove_paths(totals: Totals) -> list[ControlProof]:
 
 def _prove_path(counts: PathCounts) -> ControlProof:
     is_met = counts.num_by_copies > 0
-    moved, held = format_bytes(counts.num_bytes), format_bytes(counts.symmetric_bytes)
+    found = f"{format_bytes(counts.num_bytes)} sent, {format_bytes(counts.symmetric_bytes)} held"
+    if counts.num_in_place:
+        found += f", {counts.num_in_place:,} in place"
     engagement = Engagement(
         control=counts.control,
         target=counts.target,
         state="verified" if is_met else "refused" if counts.problem else "failed",
         asked="by copies",
-        found=f"{moved} sent, {held} held" if is_met else "",
+        found=found if is_met else "",
         reason="" if is_met else why_no_copies(counts),
     )
     num_calls = counts.num_by_copies + counts.num_by_library
