@@ -39,6 +39,8 @@ GROUPS = {
         "ddp_in_place_refuses",
         "ddp_in_place_that_leaves_out_parameters",
         "ddp_in_place_by_turns",
+        "ddp_in_place_among_other_passes",
+        "ddp_in_place_with_checkpoints",
         "ddp_in_place_without_memory",
     ),
     "fsdp2, as frameworks use it": (

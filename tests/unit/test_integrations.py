@@ -38,6 +38,8 @@ SECTIONS = (
     "ddp_in_place_refuses",
     "ddp_in_place_that_leaves_out_parameters",
     "ddp_in_place_by_turns",
+    "ddp_in_place_among_other_passes",
+    "ddp_in_place_with_checkpoints",
     "ddp_in_place_without_memory",
     "fsdp2_steps",
     "fsdp2_small_groups_stay",

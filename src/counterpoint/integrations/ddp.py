@@ -126,17 +126,23 @@ class BucketAverages:
         return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 
     def begin_pass(self, model: DistributedDataParallel) -> bool:
-        """Return whether gradients of this forward pass are averaged without DDP's buckets; the same on all ranks."""
+        """Return whether gradients of this forward pass are averaged without DDP's buckets; the same on all ranks.
+
+        As in DDP, a pass that is not to be averaged leaves an earlier one, whose backward pass comes later, as it is.
+        """
+        self._is_pass_in_place = False
+        if self._in_place.has_ended():
+            self._in_place.disarm()
+            if model.find_unused_parameters:
+                model.reducer._reset_state()  # it has noted which parameters were used, to average them later
         if not model._has_rebuilt_buckets and not model.find_unused_parameters:  # else they stay as they were made
             self._in_place.forget()
+        if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
+            return False
         self._in_place.require_finished(lambda: {each: name for name, each in model.module.named_parameters()})
         self._in_place.disarm()
-        if self._is_pass_in_place and model.find_unused_parameters:
-            model.reducer._reset_state()  # it has noted which parameters were used, and would wait for them to be averaged
         self._is_pass_in_place = (
-            torch.is_grad_enabled()
-            and model.require_backward_grad_sync
-            and self._is_on
+            self._is_on
             and self._in_place.is_possible()
             and self._of_job is None
             and not self.is_in_join

@@ -79,11 +79,13 @@ class BackwardPass:
         self.has_ended = False
 
     def note(self, number: int, position: int, parameter: torch.Tensor) -> None:
-        """Note a gradient, and begin with all groups that are complete."""
-        if position in self._ready[number]:
+        """Note a gradient, and begin with all groups that are complete. Later backward passes are not averaged."""
+        if self.has_ended and position in self._ready[number]:
+            return
+        if self.has_ended or position in self._ready[number]:
             raise IntegrationError(
-                "One backward pass accumulated a gradient twice, as with reentrant checkpoints, but DDP averages it once. "
-                "Use checkpoints with use_reentrant=False, or wrap the model with static_graph=True."
+                "A backward pass accumulated a gradient twice or too late, as reentrant checkpoints do. It is averaged "
+                "once. Use checkpoints with use_reentrant=False, or wrap the model with static_graph=True."
             )
         is_first = not any(self._ready)
         self._ready[number].add(position)
@@ -143,7 +145,7 @@ class BackwardPass:
         for parameter, averages in zip(group, flat, strict=True):
             gradient = parameter.grad
             if gradient is None:
-                if self._is_used(parameter):
+                if self._usage is None or self._is_used(parameter):
                     parameter.grad = _as_laid_out(averages, parameter)
             elif gradient.data_ptr() != averages.data_ptr():
                 gradient.copy_(_as_laid_out(averages, parameter))
@@ -172,6 +174,7 @@ class AveragesInPlace:
 
     def forget(self) -> None:
         """Forget what buckets hold: DDP lays them out anew."""
+        self.remove()
         self._buckets: dict[int, list[nn.Parameter]] = {}
         self._groups: list[list[nn.Parameter]] | None = None  # none at all, if DDP's buckets stay
         self._is_sparse = False
@@ -206,6 +209,10 @@ class AveragesInPlace:
                 ]
         self._pass = BackwardPass(self._groups, average, self._usage if may_leave_out else None)
 
+    def has_ended(self) -> bool:
+        """Return whether an armed backward pass is over."""
+        return self._pass is not None and self._pass.has_ended
+
     def disarm(self) -> None:
         """Leave the next backward pass to DDP."""
         self._pass = None
@@ -234,7 +241,7 @@ class AveragesInPlace:
 
         def on_gradient(parameter: torch.Tensor) -> None:
             averages = found()
-            if averages is not None and averages._pass is not None and not averages._pass.has_ended:
+            if averages is not None and averages._pass is not None:
                 averages._pass.note(number, position, parameter)
 
         return on_gradient

@@ -31,10 +31,12 @@ from integration_sections.data_parallel import (
 )
 from integration_sections.data_parallel_in_place import (
     ddp_in_place,
+    ddp_in_place_among_other_passes,
     ddp_in_place_by_turns,
     ddp_in_place_of_several_types,
     ddp_in_place_refuses,
     ddp_in_place_that_leaves_out_parameters,
+    ddp_in_place_with_checkpoints,
     ddp_in_place_without_memory,
     ddp_joins_buckets_in_place,
 )
@@ -139,6 +141,8 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_in_place_refuses,
         ddp_in_place_that_leaves_out_parameters,
         ddp_in_place_by_turns,
+        ddp_in_place_among_other_passes,
+        ddp_in_place_with_checkpoints,
         ddp_in_place_without_memory,
         fsdp2_steps,
         fsdp2_small_groups_stay,

@@ -2,12 +2,15 @@
 
 from contextlib import ExitStack
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from counterpoint import ops
+from counterpoint.errors import IntegrationError
 from counterpoint.integrations import ddp
 from integration_sections.comparing import (
     DEVICE,
@@ -15,6 +18,7 @@ from integration_sections.comparing import (
     assert_equal,
     refused,
     said_of,
+    same_on_every_rank,
     without_memory_above,
 )
 from integration_sections.data_parallel_switching import NUM_STEPS, trained, wrapped
@@ -36,6 +40,17 @@ class Halves(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         found = [layer(given) for name, layer in (("one", self.one), ("other", self.other)) if self.used in ("both", name)]
         return torch.stack(found).sum(0)
+
+
+class Checkpointed(nn.Module):
+    """A layer whose activations are computed again in the backward pass, and one after it."""
+
+    def __init__(self, *, is_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self._is_reentrant = nn.Linear(33, 33), nn.Linear(33, 7), is_reentrant
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.first, given, use_reentrant=self._is_reentrant))
 
 
 def ddp_in_place() -> None:
@@ -132,6 +147,57 @@ def ddp_in_place_that_leaves_out_parameters() -> None:
         leaves_out = has_idle or turns is uses[1]
         # one pass tells the buckets; what a pass left out is known two passes later
         assert (state.num_by_copies - state.num_in_place > 3) == leaves_out, state
+
+
+def ddp_in_place_among_other_passes() -> None:
+    """Passes without gradients between a forward pass and its backward pass, two forward passes for one backward pass, and a
+    second backward pass: what DDP averages is averaged, and what it leaves is left.
+    """
+    rank = dist.get_rank()
+    for options in ({}, {"find_unused_parameters": True}):
+        results = []
+        for is_ours in (False, True):
+            model = wrapped(**options)
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            found = []
+            for step in range(6):
+                model.zero_grad()
+                loss = model(given_to(rank + 10 * step)).pow(2).sum()
+                if step % 2:
+                    with torch.no_grad():
+                        model(given_to(rank + 1))
+                else:
+                    loss = loss + model(given_to(rank + 2)).pow(2).sum()
+                if step == 4:
+                    with model.no_sync():
+                        loss = loss + model(given_to(rank + 3)).pow(2).sum()
+                loss.backward(retain_graph=step == 5)
+                if step == 5:
+                    loss.backward()
+                found += [each.grad.clone() for each in model.parameters()]
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place >= 4, state
+
+
+def ddp_in_place_with_checkpoints() -> None:
+    """Checkpoints that are not reentrant are averaged; where reentrant ones are not, one line says so."""
+    for is_reentrant in (False, True):
+        model = DistributedDataParallel(Checkpointed(is_reentrant=is_reentrant).to(DEVICE), find_unused_parameters=True)
+        ddp.register(model, **EVERYTHING)
+        given = given_to(dist.get_rank()).requires_grad_()
+
+        def train() -> None:
+            for _ in range(3):
+                model(given).pow(2).sum().backward()  # noqa: B023  called within this turn
+
+        if is_reentrant:
+            with pytest.raises((IntegrationError, RuntimeError), match=r"mark a variable ready|twice or too late"):
+                train()
+        else:
+            train()
+            assert same_on_every_rank(torch.cat([each.grad.flatten() for each in model.parameters()]))
 
 
 def ddp_in_place_by_turns() -> None:

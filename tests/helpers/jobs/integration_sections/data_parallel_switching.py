@@ -111,12 +111,13 @@ def ddp_compiled() -> None:
 
             def register(step: int) -> None:
                 if step == registered_at:  # noqa: B023  called within this turn
-                    states.append(ddp.register(model, least_part_bytes=0))  # noqa: B023  as above
+                    states.append(ddp.register(model, least_part_bytes=0, least_piece_bytes=0))  # noqa: B023  as above
                 if step == NUM_STEPS - 1:
                     states[0].use(False)  # noqa: B023  as above
 
             assert_close(trained_by(called, model, register), bare, 1e-4)
             assert states[0].num_by_copies >= 2
+            assert states[0].num_in_place >= 1
 
 
 def ddp_refuses_a_second_hook() -> None:
