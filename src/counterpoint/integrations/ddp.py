@@ -327,8 +327,9 @@ def _watch_passes() -> None:
         model.require_forward_param_sync = True  # of buffers, in the next forward pass
         return output
 
-    DistributedDataParallel._pre_forward = _pre_forward
-    DistributedDataParallel._post_forward = _post_forward
+    # dynamo would trace the cached dictionary of models as a new one
+    DistributedDataParallel._pre_forward = torch.compiler.disable(_pre_forward)
+    DistributedDataParallel._post_forward = torch.compiler.disable(_post_forward)
 
 
 @contextmanager
