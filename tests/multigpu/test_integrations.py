@@ -42,6 +42,7 @@ GROUPS = {
         "ddp_in_place_among_other_passes",
         "ddp_in_place_with_checkpoints",
         "ddp_in_place_without_memory",
+        "ddp_in_place_without_room",
     ),
     "fsdp2, as frameworks use it": (
         "fsdp2_as_frameworks_use_it",

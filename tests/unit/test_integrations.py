@@ -41,6 +41,7 @@ SECTIONS = (
     "ddp_in_place_among_other_passes",
     "ddp_in_place_with_checkpoints",
     "ddp_in_place_without_memory",
+    "ddp_in_place_without_room",
     "fsdp2_steps",
     "fsdp2_small_groups_stay",
     "fsdp2_refuses_a_buffer_in_use",

@@ -26,7 +26,7 @@ from counterpoint.controls import ALL_REDUCES_IN_FLIGHT, LEAST_PART_BYTES
 from counterpoint.cuda.block_sums import Pieces
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
-from counterpoint.integrations.ddp_in_place import AveragesInPlace, obstacle_in
+from counterpoint.integrations.ddp_in_place import AveragesInPlace, lack_of_memory, obstacle_in
 from counterpoint.integrations.lane_collectives import (
     LEAST_PIECE_BYTES,
     MAX_BUFFER_BYTES,
@@ -43,6 +43,7 @@ from counterpoint.integrations.lane_collectives import (
     require_switch,
     streams_of,
     uses_nccl,
+    warn_from_first_rank,
 )
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.ops.collectives import library_all_reduce
@@ -72,6 +73,7 @@ class BucketAverages:
         self._is_on = False
         self._in_place = AveragesInPlace(lanes.group.size(), least_part_bytes, least_piece_bytes)
         self._is_pass_in_place = False
+        self._room: bool | None = None  # whether gradients can lie beside buckets, once that was looked at
         self._of_job: tuple[Hook, object] | None = None  # a hook that averages in place of this one, and its state
         self.is_in_join = False  # buckets stay with the library then
 
@@ -150,8 +152,19 @@ class BucketAverages:
             and self._lanes.num_hosts == 1
             and not obstacle_in(model)
             and not self._lanes.obstacle
+            and (not model.gradient_as_bucket_view or self._has_room())
         )
         return self._is_pass_in_place
+
+    def _has_room(self) -> bool:
+        """Return whether all ranks have memory for gradients beside buckets; without views, they are there already."""
+        if self._room is None:
+            problem = lack_of_memory(self._lanes.device, self._in_place.num_bytes)
+            refusal = self._lanes.refusal_of("gradients beside buckets", problem)
+            if refusal:
+                warn_from_first_rank("Gradients stay in DDP's buckets: %s.", refusal, group=self._lanes.group)
+            self._room = not refusal
+        return self._room
 
     def end_pass(self, model: DistributedDataParallel) -> bool:
         """Average in the next backward pass as `begin_pass` found; return that."""

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import streams_of
+from counterpoint.units import format_bytes
 
 Group = Sequence[nn.Parameter]
 Finish = Callable[[], None]
@@ -189,7 +190,7 @@ class AveragesInPlace:
         if bucket.is_last():
             buckets = [self._buckets[index] for index in sorted(self._buckets)]
             groups = groups_of(buckets, self._least_bytes)
-            num_bytes = sum(parameter.nbytes for parameter in chain.from_iterable(groups))
+            num_bytes = sum(int(parameter.nbytes) for parameter in chain.from_iterable(groups))
             num_pieces = sum(map(len, groups)) + self._num_ranks * len(groups)  # every rank's block begins another one
             is_large = num_bytes >= self._least_piece_bytes * num_pieces
             self._groups = groups if is_large and not self._is_sparse else []
@@ -197,6 +198,11 @@ class AveragesInPlace:
     def is_possible(self) -> bool:
         """Return whether the groups are known, their parameters large enough, and all used."""
         return bool(self._groups) and self._usage.is_complete()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all gradients, if they are known."""
+        return sum(int(parameter.nbytes) for parameter in chain.from_iterable(self._groups or []))
 
     def arm(self, average: Average, *, may_leave_out: bool) -> None:
         """Average the gradients of the next backward pass in place; it may leave out parameters, if that is said."""
@@ -269,6 +275,20 @@ def obstacle_in(model: DistributedDataParallel) -> str:
     if model.mixed_precision is not None:
         return "it has a type for communication"
     return ""
+
+
+def lack_of_memory(device: torch.device, num_bytes: int) -> str:
+    """Return why a GPU has no room for so many bytes beside what it held at its peak, or nothing."""
+    if device.type != "cuda":
+        return ""
+    free, _ = torch.cuda.mem_get_info(device)
+    left = max(0, free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device))
+    if left >= num_bytes:
+        return ""
+    return (
+        f"gradients beside buckets take {format_bytes(num_bytes)}, and at its peak the GPU had {format_bytes(left)} left; "
+        "leave out gradient_as_bucket_view"
+    )
 
 
 def _flat(parameter: nn.Parameter) -> torch.Tensor:

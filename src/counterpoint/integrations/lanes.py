@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError, MachineError, RefusedTogetherError
 from counterpoint.machine import machine_names
+from counterpoint.ops.agreement import CallNotice
 from counterpoint.ops.host_levels import HostLevels, one_level, places_of, two_levels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.peer_access import obstacle_across
@@ -124,6 +125,14 @@ class Lanes:
     def give_up(self, refusal: RefusedTogetherError) -> None:
         """Let the library do everything from now on, on all ranks: one of them has no more memory."""
         self._obstacle = str(refusal).rstrip(".")
+
+    def refusal_of(self, what: str, problem: str) -> str:
+        """Return why a rank refuses what all ranks are about to do, or nothing; `problem` is this rank's."""
+        try:
+            self._runtime().agreement.compare(CallNotice(request=what, problem=problem))
+        except RefusedTogetherError as refusal:
+            return str(refusal).rstrip(".")
+        return ""
 
     @property
     def levels(self) -> HostLevels:

@@ -38,6 +38,7 @@ from integration_sections.data_parallel_in_place import (
     ddp_in_place_that_leaves_out_parameters,
     ddp_in_place_with_checkpoints,
     ddp_in_place_without_memory,
+    ddp_in_place_without_room,
     ddp_joins_buckets_in_place,
 )
 from integration_sections.data_parallel_switching import (
@@ -144,6 +145,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_in_place_among_other_passes,
         ddp_in_place_with_checkpoints,
         ddp_in_place_without_memory,
+        ddp_in_place_without_room,
         fsdp2_steps,
         fsdp2_small_groups_stay,
         fsdp2_refuses_a_buffer_in_use,

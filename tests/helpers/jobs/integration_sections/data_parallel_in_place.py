@@ -218,6 +218,22 @@ def ddp_in_place_by_turns() -> None:
     assert states[0].num_by_library >= 1, states
 
 
+def ddp_in_place_without_room() -> None:
+    """Where gradients are views of buckets, they need memory of their own: if one rank has none, all leave them there."""
+    bare = trained(wrapped())
+    last = dist.get_world_size() - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "lack_of_memory", lambda _, num_bytes: f"{num_bytes} bytes" if dist.get_rank() == last else "")
+        for has_views in (True, False):
+            model = wrapped(gradient_as_bucket_view=has_views)
+            state = ddp.register(model, **EVERYTHING)
+            said = said_of(lambda: assert_close(trained(model), bare, 1e-4))  # noqa: B023  called within this turn
+            assert (state.num_in_place == 0) == has_views
+            assert state.num_by_library == 0
+            assert len(said) == (1 if has_views and dist.get_rank() == 0 else 0), said
+            assert all(f"Gradients stay in DDP's buckets: Rank {last} of the group: 18904 bytes." in line for line in said)
+
+
 def ddp_in_place_without_memory() -> None:
     """One rank has no memory for a part in mid-job: all go on with the library, and say so once."""
     ops.release()
