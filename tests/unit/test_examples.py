@@ -29,7 +29,8 @@ RUNS = {  # scripts of several ranks with their arguments, and what rank 0 print
     "huggingface/train.py": r"a gradient bucket: [1-9]\d* times by copies",
 }
 DRIVER = """
-import os, runpy, sys
+import faulthandler, os, runpy, sys
+faulthandler.dump_traceback_later(240, exit=True)  # before LIMIT_S, so that a rank that waits says where
 for port, words in (run.split(" ", 1) for run in sys.argv[1:]):
     os.environ["MASTER_PORT"], sys.argv = port, words.split()
     print("== " + words.partition("examples/")[2], flush=True)
