@@ -50,7 +50,7 @@ def build(name: str, across_hosts: str) -> nn.Module:
     model = Layers().to(DEVICE)
     if name == "ddp":
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
-        ddp.register(wrapped, least_part_bytes=0, across_hosts=across_hosts)
+        ddp.register(wrapped, least_part_bytes=0, least_piece_bytes=0, across_hosts=across_hosts)
         return wrapped
     if name == "collectives":  # gradients averaged by the job itself
         collectives.replace(least_part_bytes=0, across_hosts=across_hosts)
