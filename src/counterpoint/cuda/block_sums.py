@@ -20,10 +20,8 @@ SUMMED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_BLOCKS = 16  # that the kernel adds: it holds a load of each
 FEW, ALIGNMENT = 4096, 16
 MOST_LETTERS = 200
-_failed: list[Exception] = []  # after the first, torch adds everything
-
-
 Pieces = Sequence[torch.Tensor]  # a block, in this order
+_failed: list[Exception] = []  # after the first, torch adds everything
 
 
 class Arrived(NamedTuple):

@@ -26,7 +26,7 @@ from counterpoint.controls import ALL_REDUCES_IN_FLIGHT, LEAST_PART_BYTES
 from counterpoint.cuda.block_sums import Pieces
 from counterpoint.errors import IntegrationError, RefusedTogetherError
 from counterpoint.integrations.compression import AbstractWire, AsBfloat16, AsIs, AsScaledFloat8
-from counterpoint.integrations.ddp_in_place import AveragesInPlace, lack_of_memory, obstacle_in
+from counterpoint.integrations.ddp_in_place import AveragesInPlace, lack_of_memory, needs_buckets
 from counterpoint.integrations.lane_collectives import (
     LEAST_PIECE_BYTES,
     MAX_BUFFER_BYTES,
@@ -150,7 +150,7 @@ class BucketAverages:
             and not self.is_in_join
             and self._compression is None
             and self._lanes.num_hosts == 1
-            and not obstacle_in(model)
+            and not needs_buckets(model)
             and not self._lanes.obstacle
             and (not model.gradient_as_bucket_view or self._has_room())
         )

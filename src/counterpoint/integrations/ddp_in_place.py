@@ -189,11 +189,10 @@ class AveragesInPlace:
         self._is_sparse |= bucket.buffer().layout != torch.strided
         if bucket.is_last():
             buckets = [self._buckets[index] for index in sorted(self._buckets)]
-            groups = groups_of(buckets, self._least_bytes)
-            num_bytes = sum(int(parameter.nbytes) for parameter in chain.from_iterable(groups))
+            self._groups = groups = groups_of(buckets, self._least_bytes)
             num_pieces = sum(map(len, groups)) + self._num_ranks * len(groups)  # every rank's block begins another one
-            is_large = num_bytes >= self._least_piece_bytes * num_pieces
-            self._groups = groups if is_large and not self._is_sparse else []
+            if self._is_sparse or self.num_bytes < self._least_piece_bytes * num_pieces:
+                self._groups = []
 
     def is_possible(self) -> bool:
         """Return whether the groups are known, their parameters large enough, and all used."""
@@ -268,13 +267,9 @@ def groups_of(buckets: Sequence[Sequence[nn.Parameter]], least_bytes: int) -> li
     return groups
 
 
-def obstacle_in(model: DistributedDataParallel) -> str:
-    """Return why the model's gradients must be in DDP's buckets, or nothing."""
-    if model.static_graph:
-        return "its graph is static"
-    if model.mixed_precision is not None:
-        return "it has a type for communication"
-    return ""
+def needs_buckets(model: DistributedDataParallel) -> bool:
+    """Return whether the model's gradients must be in DDP's buckets."""
+    return bool(model.static_graph or model.mixed_precision is not None)
 
 
 def lack_of_memory(device: torch.device, num_bytes: int) -> str:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from counterpoint.cuda.block_sums import Pieces, sum_arrived
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.compression import AbstractWire, block_elements
+from counterpoint.integrations.compression import AbstractWire, AsIs, block_elements
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.units import KIB, MIB, format_bytes
@@ -196,18 +196,9 @@ def all_reduce(lane: AbstractLane, levels: HostLevels, bucket: torch.Tensor, wir
 
     def issue() -> int:
         blocks = wire.encode(bucket, lane.num_ranks)
-        levels.reserve(lane, max(block.nbytes for block in blocks))
-        arrived = lane.exchange([[block] for block in blocks])
-        own = blocks[lane.rank]
-        shared = lane.shared(own.numel(), own.dtype)
-        wire.reduce(arrived, shared, levels.num_hosts, into_own=levels.num_hosts == 1)
-        lane.release()
-        levels.all_reduce(shared)
-        lane.fetch([[block] for block in blocks])
-        if levels.num_hosts > 1:
-            own.copy_(shared)
+        num_bytes = _all_reduce_blocks(lane, levels, [[block] for block in blocks], wire)
         wire.decode(blocks, bucket)
-        return sum(int(block.nbytes) for block in blocks) + (lane.num_ranks - 2) * int(own.nbytes)
+        return num_bytes
 
     return _repeat(lane, levels, (*wire.key, bucket), issue) if wire.key else issue()
 
@@ -221,16 +212,24 @@ def all_reduce_in_place(lane: AbstractLane, levels: HostLevels, pieces: Pieces) 
     def issue() -> int:
         num_elements = sum(piece.numel() for piece in pieces)
         blocks = cut(pieces, block_elements(num_elements, lane.num_ranks), lane.num_ranks)
-        sizes = [sum(int(piece.nbytes) for piece in block) for block in blocks]
-        levels.reserve(lane, max(sizes))
-        arrived = lane.exchange(blocks)
-        shared = lane.shared(arrived.rows.shape[1], arrived.rows.dtype)
-        sum_arrived(arrived, shared, lane.num_ranks, into_own=True)
-        lane.release()
-        lane.fetch(blocks)
-        return sum(sizes) + (lane.num_ranks - 2) * sizes[lane.rank]
+        return _all_reduce_blocks(lane, levels, blocks, AsIs())
 
     return _repeat(lane, levels, ("all_reduce in place", *pieces), issue)
+
+
+def _all_reduce_blocks(lane: AbstractLane, levels: HostLevels, blocks: Sequence[Pieces], wire: AbstractWire) -> int:
+    """Replace blocks, one for each rank, by the means or sums of all ranks' blocks. Return the bytes that copies sent."""
+    own, sizes = blocks[lane.rank], [sum(int(piece.nbytes) for piece in block) for block in blocks]
+    levels.reserve(lane, max(sizes))
+    arrived = lane.exchange(blocks)
+    shared = lane.shared(arrived.rows.shape[1], arrived.rows.dtype)
+    wire.reduce(arrived, shared, levels.num_hosts, into_own=levels.num_hosts == 1)
+    lane.release()
+    levels.all_reduce(shared)
+    lane.fetch(blocks)
+    if levels.num_hosts > 1:
+        torch._foreach_copy_(list(own), shared.split([piece.numel() for piece in own]))
+    return sum(sizes) + (lane.num_ranks - 2) * sizes[lane.rank]
 
 
 def cut(pieces: Pieces, num_elements: int, num_blocks: int) -> list[list[torch.Tensor]]:
