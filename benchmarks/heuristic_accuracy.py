@@ -124,7 +124,7 @@ def evaluation() -> dict[str, object]:
     """The result without leave-one-out."""
     chosen = choices(all_cases())
     unseen = {part: choices(stored_cases(2, name)) for part, name in UNSEEN.items()}
-    seeded = {seed: choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED)).items()}
+    seeded = {seed: choices(cases) for seed, cases in by_seed(all_cases(SEEDED)).items()}
     unseen |= {f"H100, {seed}": choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED_ON_H100)).items()}
     of_unseen = {
         f"{part}, {group}": figures(of_group)
@@ -145,8 +145,9 @@ def evaluation() -> dict[str, object]:
 
 def picked_when_measured() -> dict[str, list[Choice]]:
     """What was picked for the shapes of each seed by the heuristic that was in force when they were measured."""
-    cases = {(case.op, case.shape): case for case in stored_cases(2, SEEDED)}
-    chosen = [Choice(cases[entry["op"], entry["shape"]["name"]], entry["picked"]) for entry in stored_entries(SEEDED)]
+    cases = {(case.op, case.shape): case for case in all_cases(SEEDED)}
+    entries = [entry for name in SEEDED.values() for entry in stored_entries(name)]
+    chosen = [Choice(cases[entry["op"], entry["shape"]["name"]], entry["picked"]) for entry in entries]
     return {
         seed: [each for each in chosen if each.case in of_seed] for seed, of_seed in by_seed(list(cases.values())).items()
     }

@@ -1,7 +1,7 @@
 """The stored times that the heuristic's picks are judged by: one case for each operator, shape and number of GPUs."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.conditions import RESULTS
@@ -16,7 +16,8 @@ OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
 # On 2 GPUs; no part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
 UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "H100": "ops_grid_2x_h100.json"}
-SEEDED = "ops_seeded_2x_h200.json"
+# Shapes that seeds drew, by the number of H200s
+SEEDED = {2: "ops_seeded_2x_h200.json", 4: "ops_seeded_4x_h200.json"}
 SEEDED_ON_H100 = "ops_seeded_2x_h100.json"
 
 
@@ -63,9 +64,9 @@ def _case(machine: Machine, num_gpus: int, entry: dict[str, Any]) -> Case:
     )
 
 
-def all_cases() -> list[Case]:
-    """The cases of the layers."""
-    return [case for num_gpus in STORED for case in stored_cases(num_gpus)]
+def all_cases(stored: Mapping[int, str] = STORED) -> list[Case]:
+    """The cases of the layers, or of other files by the number of GPUs."""
+    return [case for num_gpus, name in stored.items() for case in stored_cases(num_gpus, name)]
 
 
 def seed_of(case: Case) -> str:

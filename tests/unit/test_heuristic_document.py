@@ -90,10 +90,10 @@ def test_the_ordering_on_direct_links_is_that_of_the_estimate() -> None:
     assert by_shards[0] == f"{min(slower):.2f}x to {max(slower):.2f}x slower"
 
 
-def test_the_page_says_how_many_of_the_shapes_of_both_seeds_are_picked_well(stored: dict[str, dict]) -> None:
+def test_the_page_says_how_many_of_the_shapes_of_all_seeds_are_picked_well(stored: dict[str, dict]) -> None:
     text = " ".join(DOCUMENT.read_text().split())
     seeds = [found for name, found in stored["figures"].items() if name.startswith("seed") and name.endswith("all")]
-    then = list(stored["when_measured"].values())[-1]
+    then = stored["when_measured"]["seed 20261124"]
     near, num_cases = (sum(found[name] for found in seeds) for name in ("within_one_percent", "cases"))
     regret = sum(found["mean_regret"] * found["cases"] for found in seeds) / num_cases
     assert f"{near} of the {num_cases} cases ({100 * near / num_cases:.0f} %) are within 1 %" in text
@@ -105,15 +105,16 @@ def test_the_page_says_how_many_of_the_shapes_of_both_seeds_are_picked_well(stor
 
 
 def test_every_shape_that_a_seed_drew_was_measured_with_both_operators_and_what_was_picked() -> None:
-    entries = stored_entries(SEEDED)
-    names = {op: [entry["shape"]["name"] for entry in entries if entry["op"] == op] for op in ("ag_mm", "mm_rs")}
-    assert names["ag_mm"] == names["mm_rs"]
-    assert all(entry["picked"] in entry["candidates"] for entry in entries)
+    for name in SEEDED.values():
+        entries = stored_entries(name)
+        names = {op: [entry["shape"]["name"] for entry in entries if entry["op"] == op] for op in ("ag_mm", "mm_rs")}
+        assert names["ag_mm"] == names["mm_rs"]
+        assert all(entry["picked"] in entry["candidates"] for entry in entries)
 
 
 def test_lone_matmuls_and_pieces_are_explained_worse_by_other_constants() -> None:
     pieces = PiecesFit()
-    for name, factor in itertools.product(PIECES_STARTS[0], (1.3, 1 / 1.3)):
+    for name, factor in itertools.product(PIECES_STARTS[0], (2, 1 / 2)):
         other = msgspec.structs.replace(DEFAULT_COSTS, **{name: factor * getattr(DEFAULT_COSTS, name)})
         assert pieces.loss(other) > pieces.loss(DEFAULT_COSTS)
 

@@ -14,7 +14,7 @@ import msgspec
 from counterpoint.machine import Machine, usual_element_type
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.wave_model import Piece
-from counterpoint.units import US_PER_S
+from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value
 
 # Tiles of a CTA in cuBLAS's bf16 kernels on sm_90, by names of kernels in traces of training on H200s (2026-11-21: such as
@@ -40,6 +40,9 @@ class Costs(Value, frozen=True, kw_only=True):
     # fitted to pieces: a tile's time grows with its edge, which determines loads, over its area, which determines
     # multiplications
     tile_edge: float = 7.73
+    # fitted to schedules on 4 H200s (ops_seeded_4x_h200.json; from 0.1 to 0.2 the picks are the same): how much longer a
+    # tile of fewer than 128 rows or columns multiplies, beyond its edge
+    narrow_tile: float = 0.15
     # fitted to pieces: filling and draining the pipeline of a tile
     tile_us: float = 1.6
     # fitted to pieces: from a kernel's end to the start of work that waits for it, also on its own stream; SMs do not wait
@@ -63,6 +66,11 @@ class Costs(Value, frozen=True, kw_only=True):
     copy_us: float = 12.0
     # fitted to three copy streams against one on 4 H200s: the share of a port behind a switch that copies sharing it reach
     shared_port_efficiency: float = 0.92
+    # fitted to one_peer/2 beside rings on two machines with 4 H200s (ops_grid_4x_h200.json; from 0.84 to 0.92 the picks are
+    # the same): the share of its rate that a copy of a reduction on more than two ranks reaches where nothing keeps ranks in
+    # step, in blocks of `unpaced_block_bytes` and more. Blocks of 32 MiB and less lose nothing there, those of 64 MiB do
+    unpaced_efficiency: float = 0.88
+    unpaced_block_bytes: float = 48 * MIB
     # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
     signal_us: float = 8.5
     # fitted to schedules: from the end of the last action that a matmul waits for to its start, if it waits for more than
@@ -130,7 +138,8 @@ class Clock:
 
         def shaped(rows: int, columns: int) -> Piece:
             edge = 1 / rows + 1 / columns - 1 / USUAL_TILE[0] - 1 / USUAL_TILE[1]
-            multiplied_us = 2 * rows * columns * num_inner / (self._flops_per_us / num_sms)
+            narrow = costs.narrow_tile if min(rows, columns) < USUAL_TILE[0] else 0.0
+            multiplied_us = (1 + narrow) * 2 * rows * columns * num_inner / (self._flops_per_us / num_sms)
             return Piece(
                 num_tiles=count * math.ceil(num_rows / rows) * math.ceil(num_columns / columns),
                 tile_us=self._stretch * (costs.tile_us + multiplied_us * (1 + costs.tile_edge * edge)),

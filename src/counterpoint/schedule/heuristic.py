@@ -18,9 +18,9 @@ from counterpoint.value import Value
 
 LEAST_BLOCK_BYTES = 2 * MIB  # assumption: below this, chunks take only latency and host time
 # Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
-# shapes). Of near ties the first is taken: few pieces where rows are gathered; in rings many, which under the power limit
-# were faster than estimated. Reductions of more than two ranks leave `all_peers` out: nothing keeps its copies in step, so
-# they meet at the ports, and took up to 30 % longer than rings on 4 H200s.
+# shapes). Of near ties the first is taken: few pieces where rows are gathered; eight in rings on two and on four ranks, as
+# under the power limit they were faster than estimated. Reductions of more than two ranks leave `all_peers` out: nothing
+# keeps its copies in step, so they meet at the ports, and took up to 30 % longer than rings on 4 H200s.
 GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=1),
     ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
@@ -35,6 +35,7 @@ REDUCING = (
     ScheduleDescription(pattern="all_peers", chunks=2),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
+REDUCING_FOR_MANY = (REDUCING[1], REDUCING[0], REDUCING[2], REDUCING[4])
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
@@ -64,9 +65,8 @@ def candidate_descriptions(
     """
     definition = scheduled_pass(problem.operation, direction)
     only_reduces = definition.is_reduction and definition.gathered is None
-    behind_a_switch: tuple[ScheduleDescription, ...] = REDUCING if only_reduces else GATHERING
-    if only_reduces and problem.num_ranks > 2:
-        behind_a_switch = tuple(each for each in REDUCING if each.pattern != "all_peers")
+    reducing = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
+    behind_a_switch: tuple[ScheduleDescription, ...] = reducing if only_reduces else GATHERING
     if direction == "backward":  # some of them are equal in backward
         behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
     if machine.link.topology == "switch" or problem.num_ranks == 2:
