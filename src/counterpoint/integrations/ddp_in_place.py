@@ -169,7 +169,7 @@ class AveragesInPlace:
     def __init__(self, num_ranks: int, least_part_bytes: int, least_piece_bytes: int) -> None:
         self._num_ranks, self._least_piece_bytes = num_ranks, least_piece_bytes
         self._least_bytes = least_part_bytes * num_ranks
-        self._hooks: list[Any] = []
+        self._hooks: dict[nn.Parameter, Any] = {}
         self._pass: BackwardPass | None = None
         self.forget()
 
@@ -206,12 +206,9 @@ class AveragesInPlace:
     def arm(self, average: Average, *, may_leave_out: bool) -> None:
         """Average the gradients of the next backward pass in place; it may leave out parameters, if that is said."""
         assert self._groups is not None
-        if not self._hooks:
-            for number, group in enumerate(self._groups):
-                self._hooks += [
-                    parameter.register_post_accumulate_grad_hook(self._hook(number, position))
-                    for position, parameter in enumerate(group)
-                ]
+        for number, group in enumerate(self._groups):
+            for position, parameter in enumerate(group):
+                self._hook_last(parameter, number, position)
         self._pass = BackwardPass(self._groups, average, self._usage if may_leave_out else None)
 
     def has_ended(self) -> bool:
@@ -226,7 +223,7 @@ class AveragesInPlace:
         """Remove the hooks."""
         self.disarm()
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks.popitem()[1].remove()
 
     def require_finished(self, names: Callable[[], dict[nn.Parameter, str]]) -> None:
         """Raise `IntegrationError` if the last backward pass left out parameters, as DDP does in its next forward pass."""
@@ -240,6 +237,15 @@ class AveragesInPlace:
             f"The last backward pass had no gradients of {shown}{more}, so not all were averaged. "
             "Use all parameters in each step, or wrap the model with find_unused_parameters=True."
         )
+
+    def _hook_last(self, parameter: nn.Parameter, number: int, position: int) -> None:
+        """Let the parameter's hook run after those of the job, which see and change this rank's own gradient, as in DDP."""
+        handle = self._hooks.get(parameter)
+        if handle is not None:
+            if next(reversed(parameter._post_accumulate_grad_hooks)) == handle.id:
+                return
+            handle.remove()
+        self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(number, position))
 
     def _hook(self, number: int, position: int) -> Callable[[torch.Tensor], None]:
         found = ref(self)  # a parameter must not keep alive what holds the parameters

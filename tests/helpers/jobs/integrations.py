@@ -31,6 +31,7 @@ from integration_sections.data_parallel import (
 )
 from integration_sections.data_parallel_in_place import (
     ddp_in_place,
+    ddp_in_place_among_hooks_of_the_job,
     ddp_in_place_among_other_passes,
     ddp_in_place_by_turns,
     ddp_in_place_of_several_types,
@@ -143,6 +144,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_in_place_that_leaves_out_parameters,
         ddp_in_place_by_turns,
         ddp_in_place_among_other_passes,
+        ddp_in_place_among_hooks_of_the_job,
         ddp_in_place_with_checkpoints,
         ddp_in_place_without_memory,
         ddp_in_place_without_room,

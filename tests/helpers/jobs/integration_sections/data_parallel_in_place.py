@@ -181,6 +181,28 @@ def ddp_in_place_among_other_passes() -> None:
         assert state.num_in_place >= 4, state
 
 
+def ddp_in_place_among_hooks_of_the_job() -> None:
+    """Hooks of the job, registered before and in mid-job, see and change this rank's own gradients, as under DDP."""
+    results = []
+    for is_ours in (False, True):
+        model, seen = wrapped(), []
+
+        def halve(parameter: torch.Tensor) -> None:
+            seen.append(parameter.grad.clone())  # noqa: B023  called within this turn
+            parameter.grad.mul_(0.5)
+
+        def hook(step: int) -> None:
+            if step in (0, 4):
+                for parameter in model.parameters():  # noqa: B023  called within this turn
+                    parameter.register_post_accumulate_grad_hook(halve)
+
+        state = ddp.register(model, **EVERYTHING) if is_ours else None
+        results.append([*trained(model, hook), *seen])
+    assert state is not None
+    assert state.num_in_place >= 2 * (NUM_STEPS - 2), state
+    assert_close(results[1], results[0], 1e-5)
+
+
 def ddp_in_place_with_checkpoints() -> None:
     """Checkpoints that are not reentrant are averaged; where reentrant ones are not, one line says so."""
     for is_reentrant in (False, True):
