@@ -55,7 +55,7 @@ class _Run:
         self._clock = Clock(problem, machine, costs, count * num_elements)
         self._columns = {buffer.name: buffer.num_columns for buffer in schedule.buffers}
         self._sms = [Sms(machine.gpu.num_sms) for _ in range(schedule.num_ranks)]
-        unpaced = costs.unpaced_efficiency if _is_unpaced(schedule, problem, self._clock, costs) else 1.0
+        unpaced = costs.unpaced_efficiency if _is_unpaced(schedule, problem, machine, costs) else 1.0
         self._transfers = Transfers(machine.link, unpaced * costs.copy_efficiency, costs.shared_port_efficiency)
         self._free_engines = [machine.gpu.num_copy_engines] * schedule.num_ranks
         self._waiting: list[deque[int]] = [deque() for _ in range(schedule.num_ranks)]  # copies without an engine
@@ -206,16 +206,16 @@ def computation_us(
     return clock.matmul_us(rows, columns, inner) + clock.matmul_us(inner, rows, columns)
 
 
-def _is_unpaced(schedule: CopySchedule, problem: Problem, clock: Clock, costs: Costs) -> bool:
-    """Return whether ranks that drift apart send large blocks to the same port: a rank of a ring waits for its neighbor in
-    each step, and the copies of a gather all start at once.
+def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> bool:
+    """Return whether ranks that drift apart send large blocks to the same port of a switch: a rank of a ring waits for its
+    neighbor in each step, and the copies of a gather all start at once.
     """
     num_peers, definition = problem.num_ranks - 1, OPERATORS[problem.operation].of_pass(schedule.direction)
-    if num_peers < 2 or schedule.description.pattern == "ring" or definition is None:
+    is_paced = num_peers < 2 or machine.link.topology != "switch" or schedule.description.pattern == "ring"
+    if is_paced or definition is None or not definition.is_reduction or definition.gathered is not None:
         return False
     num_elements, _ = _communicated(problem, schedule.direction)
-    is_large = clock.num_bytes(num_elements // num_peers) >= costs.unpaced_block_bytes
-    return definition.is_reduction and definition.gathered is None and is_large
+    return num_elements // num_peers * problem.element_bytes >= costs.unpaced_block_bytes
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
