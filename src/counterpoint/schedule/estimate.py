@@ -210,12 +210,12 @@ def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, cost
     """Return whether ranks that drift apart send large blocks to the same port of a switch: a rank of a ring waits for its
     neighbor in each step, and the copies of a gather all start at once.
     """
-    num_peers, definition = problem.num_ranks - 1, OPERATORS[problem.operation].of_pass(schedule.direction)
-    is_paced = num_peers < 2 or machine.link.topology != "switch" or schedule.description.pattern == "ring"
+    num_ranks, definition = problem.num_ranks, OPERATORS[problem.operation].of_pass(schedule.direction)
+    is_paced = num_ranks <= 2 or machine.link.topology != "switch" or schedule.description.pattern == "ring"
     if is_paced or definition is None or not definition.is_reduction or definition.gathered is not None:
         return False
-    num_elements, _ = _communicated(problem, schedule.direction)
-    return num_elements // num_peers * problem.element_bytes >= costs.unpaced_block_bytes
+    block_bytes = problem.num_rows // num_ranks * num_sent_columns(problem) * problem.element_bytes
+    return block_bytes >= costs.unpaced_block_bytes
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
