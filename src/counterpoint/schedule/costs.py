@@ -14,7 +14,7 @@ import msgspec
 from counterpoint.machine import Machine, usual_element_type
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.wave_model import Piece
-from counterpoint.units import MIB, US_PER_S
+from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
 # Tiles of a CTA in cuBLAS's bf16 kernels on sm_90, by names of kernels in traces of training on H200s (2026-11-21: such as
@@ -68,9 +68,9 @@ class Costs(Value, frozen=True, kw_only=True):
     shared_port_efficiency: float = 0.92
     # fitted to one_peer/2 beside rings on two machines with 4 H200s (ops_grid_4x_h200.json; from 0.84 to 0.92 the picks are
     # the same): the share of its rate that a copy of a reduction on more than two ranks reaches where nothing keeps ranks in
-    # step, in blocks of `unpaced_block_bytes` and more. Blocks of 32 MiB and less lose nothing there, those of 64 MiB do
+    # step, in blocks of `unpaced_block_mib` and more. Blocks of 32 MiB and less lose nothing there, those of 64 MiB do
     unpaced_efficiency: float = 0.88
-    unpaced_block_bytes: float = 48 * MIB
+    unpaced_block_mib: float = 48.0
     # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
     signal_us: float = 8.5
     # fitted to schedules: from the end of the last action that a matmul waits for to its start, if it waits for more than

@@ -19,6 +19,7 @@ from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
 from counterpoint.schedule.operations import OPERATORS, num_sent_columns
 from counterpoint.schedule.transfers import Transfers
 from counterpoint.schedule.wave_model import Sms
+from counterpoint.units import MIB
 from counterpoint.value import Value
 
 
@@ -215,7 +216,7 @@ def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, cost
     if is_paced or definition is None or not definition.is_reduction or definition.gathered is not None:
         return False
     block_bytes = problem.num_rows // num_ranks * num_sent_columns(problem) * problem.element_bytes
-    return block_bytes >= costs.unpaced_block_bytes
+    return block_bytes >= costs.unpaced_block_mib * MIB
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:
