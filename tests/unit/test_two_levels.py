@@ -18,6 +18,7 @@ import torch.distributed as dist
 from counterpoint.errors import RefusedTogetherError
 from counterpoint.integrations import lanes
 from counterpoint.integrations.lanes import Lanes, obstacle_by_estimate
+from counterpoint.ops.collectives import is_of_lost_rank
 from counterpoint.ops.host_levels import places_of
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch, and no other job beside
@@ -39,6 +40,20 @@ def test_a_rank_that_dies_is_one_line_on_every_host_and_no_hang(integration: str
         (line,) = ended[rank].output.splitlines()
         assert line.startswith("OperatorError: A rank of the group did not exchange its blocks"), line
         assert line.endswith("start all ranks again.")
+
+
+@pytest.mark.parametrize(
+    ("says", "is_lost"),
+    [
+        ("[pair.cc:547] Connection closed by peer [127.0.0.1]:33", True),
+        ("[pair.cc:1008] Socket closed [127.0.0.1]:33", True),  # of a call that begins after that was noticed
+        ("writev [127.0.0.1]:33: Broken pipe", True),
+        ("Timed out waiting 10000ms for send operation to complete", True),
+        ("output tensor size must be equal to world_size times input tensor size", False),
+    ],
+)
+def test_a_lost_rank_is_known_by_what_gloo_says(says: str, is_lost: bool) -> None:
+    assert is_of_lost_rank(RuntimeError(says), torch.zeros(1)) == is_lost
 
 
 @pytest.mark.usefixtures("group_of_one")

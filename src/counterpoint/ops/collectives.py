@@ -22,8 +22,13 @@ from counterpoint.schedule.actions import Operation, split
 library_all_reduce = dist.all_reduce
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-# phrases of gloo's message when a rank is missing
-LOST = ("timed out", "timeout", "connection", "closed by peer", "broken pipe")
+# phrases of gloo's messages when a rank is missing; "Socket closed" if it was noticed before the call
+LOST = ("timed out", "timeout", "connection", "closed by peer", "socket closed", "broken pipe")
+
+
+def is_of_lost_rank(problem: RuntimeError, tensor: torch.Tensor) -> bool:
+    """Return whether a collective of the library failed because a rank is missing; on CPUs only, where gloo says so."""
+    return tensor.is_cpu and any(words in cause_of(problem).lower() for words in LOST)
 
 
 class Ranks(NamedTuple):
@@ -101,7 +106,7 @@ class Collectives(AbstractCompiledSchedule):
             with self._watchdog.waiting() if first.is_cpu else nullcontext():
                 collective(first, *others, group=self._group)
         except RuntimeError as problem:
-            if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
+            if not is_of_lost_rank(problem, first):
                 raise
             raise self._agreement.give_up(
                 f"a rank of the group did not reach {self._operation} in time, or ended"

@@ -11,8 +11,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.errors import cause_of
-from counterpoint.ops.collectives import LOST, Ranks, library_all_gather
+from counterpoint.ops.collectives import Ranks, is_of_lost_rank, library_all_gather
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 
 library_all_to_all = dist.all_to_all_single  # the library's own functions, also if a job's functions were replaced
@@ -65,7 +64,7 @@ class ExpertLibrary(AbstractExpertExchange):
             with self._watchdog.waiting() if result.is_cpu else nullcontext():
                 collective(result, *others, group=self._group)
         except RuntimeError as problem:
-            if not (result.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
+            if not is_of_lost_rank(problem, result):
                 raise
             what = "a rank of the group did not exchange the rows of its experts in time, or ended"
             raise self._agreement.give_up(what) from problem

@@ -21,9 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import RefusedTogetherError, cause_of
+from counterpoint.errors import RefusedTogetherError
 from counterpoint.ops.agreement import CallNotice
-from counterpoint.ops.collectives import LOST, library_all_gather, library_all_reduce, library_reduce_scatter
+from counterpoint.ops.collectives import (
+    is_of_lost_rank,
+    library_all_gather,
+    library_all_reduce,
+    library_reduce_scatter,
+)
 from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.runtime import Runtime, runtime_of
@@ -103,7 +108,7 @@ class HostLevels:
         try:
             collective(first, *others, group=group)
         except RuntimeError as problem:
-            if not (first.is_cpu and any(words in cause_of(problem).lower() for words in LOST)):
+            if not is_of_lost_rank(problem, first):
                 raise
             raise self._runtime().agreement.give_up(LOST_ACROSS) from problem
 
