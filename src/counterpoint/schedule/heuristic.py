@@ -35,7 +35,12 @@ REDUCING = (
     ScheduleDescription(pattern="all_peers", chunks=2),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
-REDUCING_FOR_MANY = (REDUCING[1], REDUCING[0], REDUCING[2], REDUCING[4])
+REDUCING_FOR_MANY = (
+    ScheduleDescription(pattern="ring", chunks=2),
+    ScheduleDescription(pattern="ring", chunks=4),
+    ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
+    ScheduleDescription(pattern="one_peer", chunks=2),
+)
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
