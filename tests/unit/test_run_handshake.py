@@ -19,7 +19,7 @@ from counterpoint.supervised.handshake import (
     report_rank,
     why_no_filter,
 )
-from counterpoint.supervised.heartbeat import Heartbeat
+from counterpoint.supervised.heartbeat import LOOK_BEATS, Heartbeat
 
 LIMIT_S = 0.3
 BEAT_S = 0.05
@@ -126,7 +126,9 @@ def test_ranks_that_stand_still_are_named_by_the_first_that_is_left_and_those_th
     hearts[3].end()
     time.sleep(3 * BEAT_S)
     hearts[0].tell_lost()
+    begun_s = time.monotonic()
     hearts[1].tell_lost()
+    assert time.monotonic() - begun_s >= 2 * LOOK_BEATS * BEAT_S, "rank 0 would be ended with it, before it speaks"
     assert said[1:] == [[], [], []]
     (line,) = said[0]
     assert line.startswith("rank 2 (host n1) has not been heard of")

@@ -60,14 +60,19 @@ class Heartbeat:
                 self._exchange.note(ALIVE_TOPIC, ENDED)
 
     def tell_lost(self) -> None:
-        """After a failure, check twice, and let the first surviving rank report which ranks are gone."""
-        found: list[str] = []
+        """After a failure, check twice, and let the first surviving rank report which ranks are gone.
+
+        The others stay for as long again: a launcher ends the ranks of its host when one ends, and the first may be later.
+        """
+        found: list[tuple[str, bool]] = []
         looking = threading.Thread(target=lambda: found.append(self._look_twice()), daemon=True)
         looking.start()
         looking.join(self._beat_s * LOOK_BEATS + STORE_LIMIT_S)
-        line = found[0] if found else self._store_is_gone()
-        if line:
+        line, is_first = found[0] if found else self._store_is_gone()
+        if line and is_first:
             self._say(line)
+        elif line:
+            self._is_over.wait(self._beat_s * LOOK_BEATS)
 
     def count(self) -> None:
         """Run in the thread: count until this rank ends; on rank 0, check the others from time to time."""
@@ -90,8 +95,8 @@ class Heartbeat:
         if just_lost:
             self._say(self._describe(just_lost, self._beat_s * SILENT_BEATS))
 
-    def _look_twice(self) -> str:
-        """Return the lost ranks if this rank is the one to report them."""
+    def _look_twice(self) -> tuple[str, bool]:
+        """Return what to say of lost ranks, if there are any, and whether this rank is the one to say it."""
         try:
             before = self._exchange.noted_by_rank(ALIVE_TOPIC)
             self._is_over.wait(self._beat_s * LOOK_BEATS)
@@ -102,7 +107,7 @@ class Heartbeat:
         lost = [rank for rank in everyone if after.get(rank, 0) == before.get(rank, 0) and after.get(rank) != ENDED]
         left = [rank for rank in everyone if rank not in lost and after.get(rank) != ENDED]
         is_first = not left or self._exchange.rank == left[0]
-        return self._describe(lost, self._beat_s * LOOK_BEATS) if lost and is_first else ""
+        return self._describe(lost, self._beat_s * LOOK_BEATS) if lost else "", is_first
 
     def _describe(self, lost: list[int], silent_s: float) -> str:
         verb = "has" if len(lost) == 1 else "have"
@@ -111,9 +116,7 @@ class Heartbeat:
             "Look at the output there, and start all ranks again."
         )
 
-    def _store_is_gone(self) -> str:
-        """Reported by one rank of each `counterpoint run`, because ranks can no longer agree on one."""
+    def _store_is_gone(self) -> tuple[str, bool]:
+        """As above; one rank of each `counterpoint run` says it, because ranks can no longer agree on one."""
         is_first = self._roll.runs[self._exchange.rank] == self._exchange.rank
-        if not is_first:
-            return ""
-        return f"{GONE_STORE} rank 0 ({self._roll.hosts[0]}). Look at the output there, and start all ranks again."
+        return f"{GONE_STORE} rank 0 ({self._roll.hosts[0]}). Look at the output there, and start all ranks again.", is_first
