@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.heuristic_cases import MACHINE, STORED, Case, stored_cases, stored_entries
+from benchmarks.heuristic_cases import LONE, MACHINE, Case, stored_cases, stored_entries
 from benchmarks.ops_shapes import HELD_OUT
 from counterpoint.schedule import CopySchedule, Problem, make_schedule
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
@@ -65,7 +65,7 @@ class PiecesFit:
         entries = [entry for entry in stored_entries(LOSSES) if entry["loss"] == "decomposition"]
         self._whole = [(tuple(entry["sizes_m_n_k"]), entry["whole_us"]) for entry in entries]
         self._cuts = [cut for entry in entries for cut in _cuts(tuple(entry["sizes_m_n_k"]), entry["over_whole"])]
-        for name in STORED.values():
+        for name in LONE:
             lone = (
                 (tuple(entry["sizes_m_n_k"]), entry["candidates"]["matmul"]["median_us"]) for entry in stored_entries(name)
             )

@@ -38,6 +38,16 @@ class Ranks(NamedTuple):
     agreement: Agreement
     watchdog: MessageWatchdog
 
+    def together(self, what: str, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
+        """Run a collective of the library; on CPUs, a rank that did not do `what` becomes a one-line error."""
+        try:
+            with self.watchdog.waiting() if first.is_cpu else nullcontext():
+                collective(first, *others, group=self.group)
+        except RuntimeError as problem:
+            if not is_of_lost_rank(problem, first):
+                raise
+            raise self.agreement.give_up(f"a rank of the group did not {what} in time, or ended") from problem
+
 
 @final
 class Collectives(AbstractCompiledSchedule):
@@ -46,7 +56,7 @@ class Collectives(AbstractCompiledSchedule):
     is_by_library = True
 
     def __init__(self, ranks: Ranks, sized: tuple[Operation, int], sequential: "Sequential") -> None:
-        self._group, self._agreement, self._watchdog = ranks
+        self._group, self._ranks = ranks.group, ranks
         self._operation, num_rows = sized
         self._sequential = sequential
         self._blocks = split(num_rows, self._group.size())
@@ -101,16 +111,8 @@ class Collectives(AbstractCompiledSchedule):
         return result
 
     def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:
-        """Run a collective of the library; on CPUs, a missing rank becomes a one-line error."""
-        try:
-            with self._watchdog.waiting() if first.is_cpu else nullcontext():
-                collective(first, *others, group=self._group)
-        except RuntimeError as problem:
-            if not is_of_lost_rank(problem, first):
-                raise
-            raise self._agreement.give_up(
-                f"a rank of the group did not reach {self._operation} in time, or ended"
-            ) from problem
+        """Run a collective of the library, of which a missing rank becomes a one-line error."""
+        self._ranks.together(f"reach {self._operation}", collective, first, *others)
 
 
 Sequential = Callable[[Collectives, Tensors, Weights], None]  # one pass of an operator that fills in its results

@@ -5,13 +5,12 @@ memory or symmetric memory runs out.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import final
 
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.collectives import Ranks, is_of_lost_rank, library_all_gather
+from counterpoint.ops.collectives import Ranks, library_all_gather
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 
 library_all_to_all = dist.all_to_all_single  # the library's own functions, also if a job's functions were replaced
@@ -22,11 +21,11 @@ class ExpertLibrary(AbstractExpertExchange):
     """All-to-alls of one group's backend."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group, self._agreement, self._watchdog = ranks
+        self._ranks = ranks
 
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        gathered = row.new_empty(self._group.size(), row.shape[0])
+        gathered = row.new_empty(self._ranks.group.size(), row.shape[0])
         self.together(library_all_gather, gathered.flatten(), row)
         if gathered.is_cpu:
             beside(gathered)
@@ -60,14 +59,7 @@ class ExpertLibrary(AbstractExpertExchange):
 
     def together(self, collective: Callable[..., object], result: torch.Tensor, *others: object) -> None:
         """Run a collective of the library; on CPUs, a missing rank becomes a one-line error."""
-        try:
-            with self._watchdog.waiting() if result.is_cpu else nullcontext():
-                collective(result, *others, group=self._group)
-        except RuntimeError as problem:
-            if not is_of_lost_rank(problem, result):
-                raise
-            what = "a rank of the group did not exchange the rows of its experts in time, or ended"
-            raise self._agreement.give_up(what) from problem
+        self._ranks.together("exchange the rows of its experts", collective, result, *others)
 
     def num_symmetric_bytes(self) -> int:
         """None."""

@@ -117,6 +117,8 @@ class Heartbeat:
         )
 
     def _store_is_gone(self) -> tuple[str, bool]:
-        """As above; one rank of each `counterpoint run` says it, because ranks can no longer agree on one."""
+        """Return what to say if the store does not answer, and whether this rank says it: one of each `counterpoint run`,
+        because ranks can no longer agree on one.
+        """
         is_first = self._roll.runs[self._exchange.rank] == self._exchange.rank
         return f"{GONE_STORE} rank 0 ({self._roll.hosts[0]}). Look at the output there, and start all ranks again.", is_first
