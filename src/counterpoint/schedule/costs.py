@@ -66,9 +66,10 @@ class Costs(Value, frozen=True, kw_only=True):
     copy_us: float = 12.0
     # fitted to three copy streams against one on 4 H200s: the share of a port behind a switch that copies sharing it reach
     shared_port_efficiency: float = 0.92
-    # fitted to one_peer/2 beside rings in two runs on 4 H200s (ops_grid_4x_h200.json, ops_grid_4x_h200_first.json; from 0.84
-    # to 0.92 the picks are the same): the share of its rate that a copy of a reduction on more than two ranks reaches where nothing keeps ranks in
-    # step, in blocks of `unpaced_block_mib` and more. Blocks of 32 MiB and less lose nothing there, those of 64 MiB do
+    # fitted to one_peer/2 beside rings in two runs on 4 H200s (ops_grid_4x_h200.json, ops_grid_first_4x_h200.json; from 0.84
+    # to 0.92 the picks are the same): the share of its rate that a copy of a reduction on more than two ranks reaches where
+    # nothing keeps ranks in step, in blocks of `unpaced_block_mib` and more. Blocks of 32 MiB and less lose nothing there,
+    # those of 64 MiB do
     unpaced_efficiency: float = 0.88
     unpaced_block_mib: float = 48.0
     # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
