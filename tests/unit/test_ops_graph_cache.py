@@ -49,6 +49,15 @@ def test_a_call_is_issued_until_it_has_come_often_enough_then_recorded_then_repl
     assert len(kept) == 1
 
 
+def test_a_call_like_one_that_is_recorded_is_due_at_once() -> None:
+    kept = Recordings(is_enabled=True)
+    assert not kept.is_due("other", like="op")
+    for _ in range(NUM_SEEN_BEFORE + 1):
+        call(kept, "op")
+    assert kept.is_due("another", like="op")
+    assert not kept.is_due("a third", like="a fourth")
+
+
 def test_addresses_that_never_come_again_are_never_recorded_and_do_not_pile_up(few: Recordings) -> None:
     assert {call(few, number) for number in range(100)} == {"issued"}
     assert len(few) == 0

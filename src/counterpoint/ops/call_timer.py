@@ -15,7 +15,8 @@ from counterpoint.errors import DeviceError
 from counterpoint.ops.runtime import Runtime
 
 SPIN_CYCLES = 1_500_000  # some 0.8 ms on an H200, where issuing a call takes up to 0.8 ms
-WARM_UP_ROUNDS = 12  # a call is recorded when it is made for the third time at its addresses, and a few addresses alternate
+# a call's kernels are chosen in 16 calls (`kernel_trial.py`), it is recorded in the next one, and a few addresses alternate
+WARM_UP_ROUNDS = 20
 
 
 class AbstractCallTimer(ABC):

@@ -1,7 +1,8 @@
 """One schedule for one shape and type on GPUs: the list of driver calls and matmuls of a call, built once and issued
 each time.
 
-A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
+A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it. The
+first calls choose the kernels of its matmuls (`kernel_trial.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,12 +29,14 @@ from counterpoint.ops.driver_calls import (
     wait_event,
 )
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable
+from counterpoint.ops.kernel_trial import KernelTrial
 from counterpoint.ops.launch_order import launch_behind
+from counterpoint.ops.products import Product, looking, multiplying
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of, with_slices
-from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
+from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, SM_KINDS, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
@@ -98,6 +101,8 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._memory: SymmetricMemory | None = None
         self._symmetric: dict[str, torch.Tensor] = {}
         self._issues: list[Issue] = []
+        self._matmuls: list[Issue] = []  # those of them that multiply
+        self._trials: dict[tuple[tuple[int, ...], ...], KernelTrial] = {}  # by the strides of weights
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractCompiledSchedule.run`."""
@@ -109,23 +114,42 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._local:
             operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
-        graph = None
-        if self._may_be_recorded and recordings.is_enabled and not order.is_in_capture:
-            key = self._key(operands, weights)
-            graph = recordings.find(key) or self._recorded(key, operands, weights)
-        if graph is not None:
+        trial, graph = self._trial(weights), None
+        if not order.is_in_capture:
+            trial.prepare(lambda: self._products(self._present_call(operands, weights, handle)))
+            if self._may_be_recorded and recordings.is_enabled:
+                graph = self._recording(operands, weights, trial)
+        if graph is not None and trial.is_over:
             graph.replay()
         else:
-            current = torch._C._cuda_getCurrentStream(shared.device.index), handle
-            self._issue(self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture))
+            with trial.turn(is_captured=order.is_in_capture):
+                graph.replay() if graph is not None else self._issue(self._present_call(operands, weights, handle))
         order.finish(handle)
 
-    def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
-        """Record this call and return the recording, if the call was made often enough."""
-        recordings = self._shared.recordings
-        graph = self._record(operands, weights) if recordings.is_due(key) else None
-        if graph is not None:
-            recordings.keep(key, graph, map(torch.Tensor.data_ptr, operands.values()))
+    def _trial(self, weights: Weights) -> KernelTrial:
+        """Return the choice of kernels for weights of these strides."""
+        strides = tuple(map(torch.Tensor.stride, weights))
+        if strides not in self._trials:
+            self._trials[strides] = KernelTrial()
+        return self._trials[strides]
+
+    def _products(self, call: Call) -> list[Product]:
+        """Return what a call multiplies."""
+        with looking() as found:
+            for multiply in self._matmuls:
+                multiply(call)
+        return found
+
+    def _recording(self, operands: Tensors, weights: Weights, trial: KernelTrial) -> Graph | None:
+        """Return the recording of this call with the trial's kernels, made now if the call came often enough."""
+        recordings, key = self._shared.recordings, self._key(operands, weights)
+        by_these = (*key, trial.takes_chosen)
+        graph = recordings.find(by_these)
+        if graph is None and recordings.is_due(by_these, like=(*key, not trial.takes_chosen)):
+            with multiplying(by_chosen=trial.takes_chosen):
+                graph = self._record(operands, weights)
+            if graph is not None:
+                recordings.keep(by_these, graph, map(torch.Tensor.data_ptr, operands.values()))
         return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
@@ -148,6 +172,11 @@ class CompiledCopies(AbstractCompiledSchedule):
             half_precision_settings(),
             torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it
         )
+
+    def _present_call(self, operands: Tensors, weights: Weights, handle: Handle) -> Call:
+        """Return a call on the current stream, whose handle this is."""
+        current = torch._C._cuda_getCurrentStream(self._shared.device.index), handle
+        return self._call((operands, weights), current, self._branches, is_captured=self._shared.order.is_in_capture)
 
     def _call(
         self,
@@ -199,6 +228,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._memory = None
         self._symmetric.clear()
         self._issues.clear()
+        self._matmuls.clear()
 
     def _allocate(self, buffer: Buffer) -> torch.Tensor:
         shape = (buffer.num_rows, buffer.num_columns)
@@ -216,6 +246,7 @@ class CompiledCopies(AbstractCompiledSchedule):
     def _listed(self, addresses: Sequence[int]) -> list[Issue]:
         """List all driver calls of a call in order, without those that have no effect."""
         issues: list[Issue] = []
+        self._matmuls = []
         forked = {FIRST_COMPUTE}
         position_of_stream = FIRST_COMPUTE
         for step in self._program.steps:
@@ -237,6 +268,8 @@ class CompiledCopies(AbstractCompiledSchedule):
                 # an operation that waits for another rank's rows needs no further ordering
                 is_early = is_first and step.action.kind in COMPUTATION_KINDS and not step.takes
                 computes = compute(step, self._symmetric)
+                if step.action.kind in SM_KINDS:
+                    self._matmuls.append(computes)
                 issues.append(launch_behind(FIRST_COMPUTE, name, computes) if is_early else computes)
             if step.is_awaited:
                 issues.append(record_event(name, self._events[step.position]))

@@ -100,9 +100,11 @@ class Recordings(Generic[R]):
         self._last_call[key] = self._num_calls
         return recording
 
-    def is_due(self, key: Key) -> bool:
-        """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
-        seen = self._num_seen.pop(key, 0)
+    def is_due(self, key: Key, like: Key = ()) -> bool:
+        """Return whether a call without a recording, seen once more now, has come often enough, and there is room. If the
+        call `like` it is recorded, it has.
+        """
+        seen = max(self._num_seen.pop(key, 0), NUM_SEEN_BEFORE if like in self._recordings else 0)
         if seen >= NUM_SEEN_BEFORE and self._has_room():
             return True
         self._num_seen[key] = seen + 1

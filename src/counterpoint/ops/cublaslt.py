@@ -1,0 +1,188 @@
+"""cuBLASLt's kernels for one product in half precision, also with a matrix added to it.
+
+torch's `mm` takes the kernel that the library expects to be the fastest, and offers no other. torch's `addmm` adds in
+place: if its output is another matrix, it first copies what is to be added there.
+
+Kernels get a workspace of a few bytes, in which their CTAs count the tiles that are taken. The library's kernels without
+one deal tiles out beforehand: if a CTA finds no SM, since another kernel is on it, its tiles wait. With such kernels calls
+of two matmuls at a time took up to 1.8 times as long (4 H100s, 2026-11-27). So only the library's first kernel may be one.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from counterpoint.errors import DeviceError
+
+MAX_KERNELS = 8  # asked for; on H100s with CUDA 13.0 the library names no more
+LARGEST_ALIGNMENT = 256  # in bytes, of an operand
+WORKSPACE_BYTES = 512  # a kernel counts its tiles in 4; those that add up parts of sums need far more, and are left out
+# from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; the numbers are the same in CUDA 12
+DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2}  # CUDA_R_16BF, CUDA_R_16F
+COMPUTE_32F, SCALE_32F = 68, 0
+DESCRIPTOR_TRANSPOSES = (3, 4)  # of the first and of the second operand
+PREFERENCE_WORKSPACE, PREFERENCE_REDUCTION, REDUCE_IN_COMPUTE_TYPE = 1, 3, 2
+PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of both operands, of what is added, and of the result
+ZERO, ONE = ctypes.c_float(0.0), ctypes.c_float(1.0)
+Handle = ctypes.c_void_p
+
+
+class Operand(NamedTuple):
+    """What determines the kernels for a matrix in half precision: its sizes and strides, and how its address is aligned."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    alignment: int
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor) -> "Operand":
+        """Return the properties of a matrix."""
+        address = matrix.data_ptr() | LARGEST_ALIGNMENT
+        return cls(tuple(matrix.shape), matrix.stride(), address & -address)
+
+    def drawn(self, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+        """Return a matrix with these properties, of random numbers."""
+        start = self.alignment // dtype.itemsize  # torch's own addresses are multiples of 512
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        memory = torch.empty(start + extent, dtype=dtype, device=draw.device).normal_(generator=draw)
+        return memory.as_strided(self.shape, self.stride, start)
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: a kernel that fits."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("num_workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("num_waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+def is_available(left: torch.Tensor) -> bool:
+    """Return whether the library may multiply this matrix: not under settings that it would not follow."""
+    return (
+        left.dtype in DATA_TYPES
+        and left.is_cuda
+        and not torch._C._get_cublas_allow_fp16_accumulation()
+        and torch._C._get_sm_carveout_experimental() is None
+        and _library() is not None
+    )
+
+
+class Kernels:
+    """The kernels for left @ right, or added + left @ right, with operands of given properties; the fastest comes first
+    by the library's estimate. None if the operands fit none.
+
+    The library counts by columns, so it computes the transposed product from the transposed operands in the other order.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, operands: Sequence[Operand], *, is_added: bool) -> None:
+        """`operands` are the right and the left matrix, what is added (otherwise the result), and the result."""
+        self.number = 0
+        if any(1 not in each.stride for each in operands) or any(each.stride[1] != 1 for each in operands[2:]):
+            return
+        library, self._device, self._handle = _library(), device.index, _handle(device)
+        self._matmul = library.cublasLtMatmul
+        self._product = _created(self, "MatmulDesc", COMPUTE_32F, SCALE_32F)
+        for attribute, operand in zip(DESCRIPTOR_TRANSPOSES, operands[:2], strict=True):
+            _set(library.cublasLtMatmulDescSetAttribute, self._product, attribute, ctypes.c_int32(operand.stride[1] != 1))
+        self._layouts = [_created(self, "MatrixLayout", DATA_TYPES[dtype], *_by_columns(each)) for each in operands]
+        preference = _created(self, "MatmulPreference")
+        set_preference = library.cublasLtMatmulPreferenceSetAttribute
+        _set(set_preference, preference, PREFERENCE_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        _set(set_preference, preference, PREFERENCE_REDUCTION, ctypes.c_uint32(REDUCE_IN_COMPUTE_TYPE))
+        for attribute, operand in zip(PREFERENCE_ALIGNMENTS, operands, strict=True):
+            _set(set_preference, preference, attribute, ctypes.c_uint32(operand.alignment))
+        self._found, number = (Heuristic * MAX_KERNELS)(), ctypes.c_int()
+        places = self._found, ctypes.byref(number)
+        find = library.cublasLtMatmulAlgoGetHeuristic
+        failed = find(self._handle, self._product, *self._layouts, preference, MAX_KERNELS, *places)
+        found = [] if failed else self._found[: number.value]
+        # the algorithm is the first field
+        self._algorithms = [ctypes.addressof(each) for each in found if _is_flexible(each) or each is found[0]]
+        self.number = len(self._algorithms)
+        self._one, self._weight_of_added = ctypes.addressof(ONE), ctypes.addressof(ONE if is_added else ZERO)
+
+    def launch(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch the kernel of that number on the current stream. Raises `DeviceError` if that fails."""
+        right_layout, left_layout, added_layout, out_layout = self._layouts
+        # of the current stream, or of the graph that it is captured in
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=out.device)
+        status = self._matmul(
+            self._handle,
+            self._product,
+            self._one,
+            right.data_ptr(),
+            right_layout,
+            left.data_ptr(),
+            left_layout,
+            self._weight_of_added,
+            added.data_ptr(),
+            added_layout,
+            out.data_ptr(),
+            out_layout,
+            self._algorithms[number],
+            workspace.data_ptr(),
+            WORKSPACE_BYTES,
+            torch._C._cuda_getCurrentRawStream(self._device),
+        )
+        _check(status)
+
+
+def _is_flexible(found: Heuristic) -> bool:
+    """Return whether a kernel's CTAs take the next tile that is left, or have no more than one each."""
+    return bool(found.num_workspace_bytes) or found.num_waves <= 1
+
+
+@cache
+def _library() -> Any:
+    """Return the cuBLASLt that torch has loaded; None on other GPUs, or if it has another name."""
+    if not torch.version.cuda:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    except OSError:
+        return None
+    pointer = ctypes.c_void_p
+    library.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
+    return library
+
+
+@cache
+def _handle(device: torch.device) -> Handle:
+    """Return the library's handle for a device."""
+    handle = Handle()
+    with torch.cuda.device(device):
+        _check(_library().cublasLtCreate(ctypes.byref(handle)))
+    return handle
+
+
+def _by_columns(operand: Operand) -> tuple[ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]:
+    """Return the rows, the columns and the leading dimension of a matrix in memory as the library counts."""
+    (num_rows, num_columns), (row, column) = operand.shape, operand.stride
+    if column != 1:  # its columns are contiguous
+        num_rows, num_columns, row = num_columns, num_rows, column
+    return ctypes.c_uint64(num_columns), ctypes.c_uint64(num_rows), ctypes.c_int64(row)
+
+
+def _created(owner: object, kind: str, *arguments: Any) -> Handle:
+    """Create a descriptor of the library, which it destroys together with its owner."""
+    descriptor, library = Handle(), _library()
+    _check(getattr(library, f"cublasLt{kind}Create")(ctypes.byref(descriptor), *arguments))
+    weakref.finalize(owner, getattr(library, f"cublasLt{kind}Destroy"), descriptor)
+    return descriptor
+
+
+def _set(setter: Any, descriptor: Handle, attribute: int, value: Any) -> None:
+    _check(setter(descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise DeviceError(f"cuBLASLt cannot multiply: status {status} (cublasStatus_t).")

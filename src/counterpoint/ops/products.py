@@ -1,0 +1,169 @@
+"""Products of two matrices, and sums with a product, by the fastest kernel that is known.
+
+The kernel of a product in half precision is chosen by its operands' properties, for all schedules of the process, from
+times of numbers drawn for that (`kernel_choice.py`). `multiplying` says whether it is used, or torch's own, which gives the
+same bits.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+
+from counterpoint.errors import DeviceError
+from counterpoint.ops import cublaslt
+from counterpoint.ops.cublaslt import Kernels, Operand
+from counterpoint.ops.kernel_choice import KernelTimes, Launch, num_turns
+
+LOGGER = logging.getLogger("counterpoint")
+NUM_PRODUCTS = 1024  # most products whose kernels are kept; each is a few KB of the host
+MAX_MEASURED = 256  # most products of a process whose kernels are timed, in some 0.05 s each: shapes may never end
+
+
+class _Thread(threading.local):
+    """How this thread multiplies: whether by chosen kernels, and the list to which products are added instead."""
+
+    takes_chosen = False
+    found: "list[Product] | None" = None
+
+
+class _Measured:
+    """How many products of this process have been measured."""
+
+    num = 0
+
+
+THREAD = _Thread()
+MEASURED = _Measured()
+
+
+def set_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write left @ right to `out`: (M, K), (K, N) -> (M, N), all of one type."""
+    if THREAD.found is None and not THREAD.takes_chosen:
+        torch.mm(left, right, out=out)
+        return
+    if out.stride(1) != 1:  # as for the gradient of a transposed weight: the same product, transposed
+        left, right, out = right.t(), left.t(), out.t()
+    product = _product(left, right, out, out)
+    if THREAD.found is not None:
+        THREAD.found += [product] if product else []
+    elif product is None or not product.chosen:
+        torch.mm(left, right, out=out)
+    else:
+        product.launch(product.chosen, left, right, out, out)
+
+
+def add_product(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Write added + left @ right to `out`: (M, N), (M, K), (K, N) -> (M, N), all of one type. `out` and `added` share no
+    memory, or are the same.
+
+    On NVIDIA GPUs, products of bf16 and fp16 are one kernel, unless `out` is `added`. All others are torch's `addmm`, which
+    copies `added` first.
+    """
+    product = None if added is out else _product(left, right, added, out, is_added=True)
+    if THREAD.found is not None:
+        THREAD.found += [product] if product else []
+    elif product is None:
+        torch.addmm(added, left, right, out=out)
+    else:
+        product.launch(product.chosen if THREAD.takes_chosen else 0, left, right, added, out)
+
+
+def is_looking() -> bool:
+    """Return whether products of this thread are only looked at."""
+    return THREAD.found is not None
+
+
+@contextmanager
+def looking() -> "Iterator[list[Product]]":
+    """Let this thread add products to a list instead of multiplying."""
+    found: list[Product] = []
+    THREAD.found = found
+    try:
+        yield found
+    finally:
+        THREAD.found = None
+
+
+@contextmanager
+def multiplying(*, by_chosen: bool) -> Iterator[None]:
+    """Let this thread multiply by the kernels that are chosen, where there are any, or else by torch's."""
+    THREAD.takes_chosen = by_chosen
+    try:
+        yield
+    finally:
+        THREAD.takes_chosen = False
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, added: torch.Tensor, out: torch.Tensor, *, is_added: bool = False
+) -> "Product | None":
+    """Return the product with these operands, or None if torch alone can multiply them."""
+    if not cublaslt.is_available(left):
+        return None
+    return _known_product(left.dtype, left.device, is_added, *map(Operand.of, (right, left, added, out)))
+
+
+@lru_cache(NUM_PRODUCTS)
+def _known_product(dtype: torch.dtype, device: torch.device, is_added: bool, *operands: Operand) -> "Product | None":
+    try:
+        kernels = Kernels(dtype, device, operands, is_added=is_added)
+    except DeviceError as problem:  # on one rank perhaps, so the product must go on
+        LOGGER.warning("%s torch multiplies instead.", problem)
+        return None
+    return Product(kernels, (dtype, device, operands), is_added=is_added) if kernels.number else None
+
+
+class Product:
+    """One product's kernels, and which of them is used. Without an addition, number 0 is torch's own."""
+
+    def __init__(
+        self, kernels: Kernels, like: tuple[torch.dtype, torch.device, tuple[Operand, ...]], *, is_added: bool
+    ) -> None:
+        self._kernels, self._like, self._is_added = kernels, like, is_added
+        self.chosen = 0
+        self._is_measured = False
+        self._measurement: KernelTimes | None = None
+
+    def launch(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor, out: torch.Tensor) -> None:
+        """Launch the kernel of that number on the current stream."""
+        self._kernels.launch(number if self._is_added else number - 1, left, right, added, out)
+
+    def measure(self) -> None:
+        """Begin to time the kernels on the current stream, unless they have been timed, or it would take too long.
+
+        Kernels may be loaded for that, so nothing that the GPU has yet to do may wait for what other ranks have not issued.
+        """
+        dtype, device, (right, left, added, out) = self._like
+        numbers = range(self._kernels.number + (not self._is_added))
+        turns = num_turns(2.0 * left.shape[0] * left.shape[1] * right.shape[1], len(numbers))
+        if self._is_measured or turns is None or MEASURED.num >= MAX_MEASURED:
+            return
+        self._is_measured = True
+        MEASURED.num += 1
+        draw = torch.Generator(device)  # the job's own numbers stay what they are
+        try:
+            first, second, third = (each.drawn(dtype, draw) for each in (left, right, added))
+            results = [out.drawn(dtype, draw) for _ in range(2)]
+            launches = [self._timed(number, first, second, third) for number in numbers]
+            self._measurement = KernelTimes(launches, results, turns)
+        except (torch.OutOfMemoryError, DeviceError) as problem:
+            LOGGER.debug("The kernels of a product are not timed: %s", problem)
+
+    def is_chosen(self) -> bool:
+        """Return whether the measurement is over; if so, take its kernel."""
+        if self._measurement is not None and self._measurement.is_over():
+            self.chosen, self._measurement = self._measurement.fastest(), None
+        return self._measurement is None
+
+    def _timed(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor) -> Launch:
+        def launch(target: torch.Tensor) -> None:
+            if number or self._is_added:
+                self.launch(number, left, right, added if self._is_added else target, target)
+            else:
+                torch.mm(left, right, out=target)
+
+        return launch
