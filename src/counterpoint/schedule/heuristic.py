@@ -18,9 +18,10 @@ from counterpoint.value import Value
 
 LEAST_BLOCK_BYTES = 2 * MIB  # assumption: below this, chunks take only latency and host time
 # Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
-# shapes). Of near ties the first is taken: few pieces where rows are gathered; eight in rings on two and on four ranks, as
-# under the power limit they were faster than estimated. Reductions of more than two ranks leave `all_peers` out: nothing
-# keeps its copies in step, so they meet at the ports, and took up to 30 % longer than rings on 4 H200s.
+# shapes). Of near ties the first is taken: few pieces where rows are gathered, for more than two ranks the fewest, and one
+# after the other (4 H100s, too); eight in rings on two and on four ranks, as under the power limit they were faster than
+# estimated. Reductions of more than two ranks leave `all_peers` out: nothing keeps its copies in step, so they meet at the
+# ports, and took up to 30 % longer than rings on 4 H200s.
 GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=1),
     ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
@@ -28,6 +29,7 @@ GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=4),
     ScheduleDescription(pattern="one_peer", chunks=1, matmul="rest"),
 )
+GATHERING_FOR_MANY = (GATHERING[4], GATHERING[1], GATHERING[0], *GATHERING[2:4])
 REDUCING = (
     ScheduleDescription(pattern="ring", chunks=4),
     ScheduleDescription(pattern="ring", chunks=2),
@@ -70,19 +72,22 @@ def candidate_descriptions(
     """
     definition = scheduled_pass(problem.operation, direction)
     only_reduces = definition.is_reduction and definition.gathered is None
-    reducing = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
-    behind_a_switch: tuple[ScheduleDescription, ...] = reducing if only_reduces else GATHERING
+    gathering, reducing = (GATHERING, REDUCING) if problem.num_ranks == 2 else (GATHERING_FOR_MANY, REDUCING_FOR_MANY)
+    found: tuple[ScheduleDescription, ...] = reducing if only_reduces else gathering
+    is_direct = machine.link.topology != "switch" and problem.num_ranks > 2
+    if is_direct:
+        found = REDUCING_FOR_MANY[:1] if only_reduces else GATHERING[:1]
     if direction == "backward":  # some of them are equal in backward
-        behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
-    if machine.link.topology == "switch" or problem.num_ranks == 2:
-        return behind_a_switch
+        found = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in found))
+    if not is_direct:
+        return found
     num_streams = min(problem.num_ranks - 1, MAX_COPY_STREAMS)
     to_all = tuple(
         ScheduleDescription(pattern="all_peers", chunks=chunks, matmul=matmul, num_copy_streams=num_streams)
         for chunks in sorted({*DIRECT_CHUNKS, problem.num_ranks})
         for matmul in ("chunk", "fused")
     )
-    return (*to_all, behind_a_switch[0])
+    return (*to_all, *found)
 
 
 def rank_candidates(
