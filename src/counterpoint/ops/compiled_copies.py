@@ -126,6 +126,10 @@ class CompiledCopies(AbstractCompiledSchedule):
                 graph.replay() if graph is not None else self._issue(self._present_call(operands, weights, handle))
         order.finish(handle)
 
+    def kernels(self) -> str:
+        """See `AbstractCompiledSchedule.kernels`."""
+        return ", ".join(sorted({trial.in_words() for trial in self._trials.values()}))
+
     def _trial(self, weights: Weights) -> KernelTrial:
         """Return the choice of kernels for weights of these strides."""
         strides = tuple(map(torch.Tensor.stride, weights))

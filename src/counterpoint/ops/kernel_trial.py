@@ -66,6 +66,12 @@ class KernelTrial:
         end.record()
         self._turns.append((start, end))
 
+    def in_words(self) -> str:
+        """Return whose kernels multiply."""
+        if not self.is_over:
+            return "torch's, while others are timed"
+        return "chosen by their times" if self.takes_chosen else "torch's"
+
     def _decide(self) -> None:
         """End the trial, if the GPU has passed the last turn."""
         if not self._turns[-1][1].query():
