@@ -186,7 +186,7 @@ def test_calls_take_turns_and_the_faster_kernels_stay(is_faster: bool) -> None:
     trial, turns = KernelTrial(), []
     for _ in range(len(TURNS) + 8):
         trial.prepare(lambda: [product])
-        with trial.turn(is_captured=False):
+        with trial.turn(is_captured=False, is_steady=True):
             turns.append(products.THREAD.takes_chosen)
             if products.THREAD.takes_chosen != is_faster:
                 torch.cuda._sleep(1_000_000)

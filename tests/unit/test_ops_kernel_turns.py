@@ -16,7 +16,7 @@ import torch
 
 from counterpoint.ops import graph_cache, kernel_trial, products
 from counterpoint.ops.graph_cache import Recordings
-from counterpoint.ops.kernel_trial import TURNS
+from counterpoint.ops.kernel_trial import PATIENCE, TURNS
 
 
 class Product:
@@ -101,6 +101,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Calls]]:
         yield lambda *arguments, **named: Calls(monkeypatch, *arguments, **named)
 
 
+AS_RECORDED = (TURNS[0], True, *TURNS[1:])
 NAMES = {False: "replayed first", True: "replayed chosen"}
 
 
@@ -110,19 +111,29 @@ def test_recordings_take_turns_and_the_faster_one_is_replayed(calls: Callable[..
     made = calls(product, gain)
     ran = [made.call(shard) for _ in range(30)]
     assert ran[:4] == ["issued first"] * 2 + ["replayed first"] * 2, "the third call is recorded, and measures"
-    assert ran[4:16] == [NAMES[turn] for turn in TURNS]
-    assert ran[16:] == [NAMES[wins]] * 14
+    assert ran[4:17] == [NAMES[turn] for turn in AS_RECORDED], "one is recorded first, which does not count"
+    assert ran[17:] == [NAMES[wins]] * 13
     assert (product.num_measured, len(made.recordings)) == (1, 2)
     assert made.copies.kernels() == ("chosen by their times" if wins else "torch's")
 
 
 def test_another_layer_of_the_shape_goes_on_where_the_first_one_is(calls: Callable[..., Calls]) -> None:
     made, shards = calls(Product(chosen=3), 0.05), [torch.ones(2, 4) for _ in range(8)]
-    steps = [[made.call(shard) for shard in shards] for _ in range(5)]
-    assert [ran.split()[1] for step in steps[:2] for ran in step][4:16] == [NAMES[turn].split()[1] for turn in TURNS]
-    assert all(ran.endswith("chosen") for ran in steps[2])
-    assert steps[4] == ["replayed chosen"] * 8
-    assert len(made.recordings) == 8
+    steps = [[made.call(shard) for shard in shards] for _ in range(8)]
+    assert steps[0] == steps[1] == ["issued first"] * 8, "only what is replayed takes turns"
+    assert steps[2] == ["replayed first"] * 8, "for the first time"
+    assert [ran.split()[1] for step in steps[3:5] for ran in step][:2] == ["first", "chosen"]
+    assert steps[-1] == ["replayed chosen"] * 8
+    assert len(made.recordings) == 16
+
+
+def test_addresses_that_never_come_again_take_turns_in_the_end(calls: Callable[..., Calls]) -> None:
+    made = calls(Product(chosen=3), 0.05)
+    shards = [torch.ones(2, 4) for _ in range(100)]
+    ran = [made.call(shard) for shard in shards]
+    assert ran[:PATIENCE] == ["issued first"] * PATIENCE
+    assert ran[PATIENCE : PATIENCE + len(TURNS)] == [NAMES[turn].replace("replayed", "issued") for turn in TURNS]
+    assert ran[-1] == "issued chosen"
 
 
 def test_nothing_is_recorded_twice_where_no_kernel_is_faster(calls: Callable[..., Calls]) -> None:
@@ -148,5 +159,5 @@ def test_a_call_that_its_caller_captures_takes_no_turn_and_uses_what_is_decided(
         made.order.is_in_capture = True
         captured.append(made.call(shard))
         made.order.is_in_capture = False
-    assert captured == ["issued first"] * 16 + ["issued chosen"] * 4
-    assert made.ran[::2][4:16] == [NAMES[turn] for turn in TURNS]
+    assert captured == ["issued first"] * 17 + ["issued chosen"] * 3
+    assert made.ran[::2][4:17] == [NAMES[turn] for turn in AS_RECORDED]

@@ -155,9 +155,9 @@ def test_calls_take_turns_until_it_is_known_which_kernels_make_them_faster(
     for number in range(40):
         clocked.has_passed = number > 5  # until then calls are as before
         trial.prepare(look)
-        with trial.turn(is_captured=True):
+        with trial.turn(is_captured=True, is_steady=False):
             assert not products.THREAD.takes_chosen or trial.is_over, "a capture between two calls takes no turn"
-        with trial.turn(is_captured=False):
+        with trial.turn(is_captured=False, is_steady=True):
             uses.append(products.THREAD.takes_chosen)
             Event.now += with_chosen if uses[-1] else 1.0
         if trial.is_over:
@@ -176,7 +176,7 @@ def test_nothing_takes_turns_where_the_first_kernel_is_the_fastest(clocked: Cloc
     for _ in range(4):
         assert not trial.is_over
         trial.prepare(lambda: found)
-        with trial.turn(is_captured=False):
+        with trial.turn(is_captured=False, is_steady=True):
             assert not products.THREAD.takes_chosen
     assert trial.is_over
 

@@ -114,15 +114,15 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._local:
             operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
-        trial, graph = self._trial(weights), None
+        trial, graph, is_replay = self._trial(weights), None, False
         if not order.is_in_capture:
             trial.prepare(lambda: self._products(self._present_call(operands, weights, handle)))
             if self._may_be_recorded and recordings.is_enabled:
-                graph = self._recording(operands, weights, trial)
+                graph, is_replay = self._recording(operands, weights, trial)
         if graph is not None and trial.is_over:
             graph.replay()
         else:
-            with trial.turn(is_captured=order.is_in_capture):
+            with trial.turn(is_captured=order.is_in_capture, is_steady=is_replay or not recordings.is_enabled):
                 graph.replay() if graph is not None else self._issue(self._present_call(operands, weights, handle))
         order.finish(handle)
 
@@ -144,17 +144,20 @@ class CompiledCopies(AbstractCompiledSchedule):
                 multiply(call)
         return found
 
-    def _recording(self, operands: Tensors, weights: Weights, trial: KernelTrial) -> Graph | None:
-        """Return the recording of this call with the trial's kernels, made now if the call came often enough."""
+    def _recording(self, operands: Tensors, weights: Weights, trial: KernelTrial) -> tuple[Graph | None, bool]:
+        """Return the recording of this call with the trial's kernels, made now if the call came often enough, and whether it
+        was made before.
+        """
         recordings, key = self._shared.recordings, self._key(operands, weights)
         by_these = (*key, trial.takes_chosen)
         graph = recordings.find(by_these)
-        if graph is None and recordings.is_due(by_these, like=(*key, not trial.takes_chosen)):
-            with multiplying(by_chosen=trial.takes_chosen):
-                graph = self._record(operands, weights)
-            if graph is not None:
-                recordings.keep(by_these, graph, map(torch.Tensor.data_ptr, operands.values()))
-        return graph
+        if graph is not None or not recordings.is_due(by_these, like=(*key, not trial.takes_chosen)):
+            return graph, graph is not None
+        with multiplying(by_chosen=trial.takes_chosen):
+            graph = self._record(operands, weights)
+        if graph is not None:
+            recordings.keep(by_these, graph, map(torch.Tensor.data_ptr, operands.values()))
+        return graph, False
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call; if that fails, return None and record no other: the call can be issued without a recording."""

@@ -14,13 +14,15 @@ from counterpoint.ops.products import Product, multiplying
 
 NUM_CALLS_BEFORE = 2  # calls before kernels are timed: many shapes come only once, or twice
 TURNS = 3 * (False, True, True, False)  # whether a turn's call uses the chosen kernels
+PATIENCE = 64  # after so many calls addresses do not come again, and calls that are not replayed are turns, too
 
 
 class KernelTrial:
     """The choice of kernels for the calls of one schedule with weights of one layout. `takes_chosen` says whether the call
     that was prepared last uses the chosen kernels.
 
-    Ranks take their turns in the same calls, and each decides for itself: all kernels give the same bits.
+    Ranks take their turns in the same calls, and each decides for itself: all kernels give the same bits. A turn that could
+    not be timed is taken again.
     """
 
     def __init__(self) -> None:
@@ -51,12 +53,12 @@ class KernelTrial:
             self.takes_chosen = self._is_turn and TURNS[len(self._turns)]
 
     @contextmanager
-    def turn(self, *, is_captured: bool) -> Iterator[None]:
-        """Let the call that was prepared run, by its kernels, and time it if it is a turn. A call that is captured was not
-        prepared, and takes what is decided.
+    def turn(self, *, is_captured: bool, is_steady: bool) -> Iterator[None]:
+        """Let the call that was prepared run, by its kernels, and time it if it is a turn and `is_steady`: replayed, and not
+        for the first time, which is slower. A call that is captured was not prepared, and takes what is decided.
         """
-        if is_captured or not self._is_turn:
-            with multiplying(by_chosen=self.takes_chosen and self.is_over):
+        if is_captured or not self._is_turn or not (is_steady or self._num_calls > PATIENCE):
+            with multiplying(by_chosen=self.takes_chosen and (self.is_over or not is_captured)):
                 yield
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
