@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 from counterpoint.ops import allocations, graph_cache
-from counterpoint.ops.computation import half_precision_settings
+from counterpoint.ops.cublaslt import half_precision_settings
 from counterpoint.ops.graph_cache import NUM_SEEN_BEFORE, Recordings, capture, is_possible
 
 

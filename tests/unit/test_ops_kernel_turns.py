@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,7 +17,7 @@ import torch
 
 from counterpoint.ops import graph_cache, kernel_trial, products
 from counterpoint.ops.graph_cache import Recordings
-from counterpoint.ops.kernel_trial import PATIENCE, TURNS
+from counterpoint.ops.kernel_trial import NUM_TURNS, STARTS, takes_chosen_in
 
 
 class Product:
@@ -41,7 +42,7 @@ class Event:
     def __init__(self, **_: bool) -> None:
         self.at = 0.0
 
-    def record(self) -> None:
+    def record(self, _stream: object) -> None:
         self.at = Event.now
 
     def query(self) -> bool:
@@ -69,6 +70,9 @@ class Calls:
         copies._shared = SimpleNamespace(
             memory=lambda: memory, order=self.order, recordings=self.recordings, device=SimpleNamespace(index=0)
         )
+        self.settings: tuple[object, ...] = ()
+        monkeypatch.setattr(module, "check", lambda _what, result: result)
+        monkeypatch.setattr(module, "half_precision_settings", lambda: self.settings)
         copies._memory, copies._sliced, copies._local, copies._trials = memory, [], [], {}
         copies._may_be_recorded = True
 
@@ -95,69 +99,107 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Calls]]:
     monkeypatch.setattr(graph_cache, "Allocations", lambda _: SimpleNamespace(are_present=lambda: True))
     for name in ("_cuda_getCurrentRawStream", "_cuda_tunableop_is_enabled"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     with double_of_bindings():
-        module = importlib.import_module("counterpoint.ops.compiled_copies")
-        monkeypatch.setattr(module, "half_precision_settings", tuple)
+        importlib.import_module("counterpoint.ops.compiled_copies")
         yield lambda *arguments, **named: Calls(monkeypatch, *arguments, **named)
 
 
-AS_RECORDED = (TURNS[0], True, *TURNS[1:])
 NAMES = {False: "replayed first", True: "replayed chosen"}
+FIRST_TURN = STARTS - 1  # as calls are counted from 0
+SIDES = [takes_chosen_in(number) for number in range(80)]
+
+
+def sides_until_decided(num_uncounted: int = 1) -> list[bool]:
+    """The sides of one address's calls; the first one by chosen kernels is recorded, which does not count."""
+    counted = {False: 0, True: -num_uncounted}
+    for number, side in enumerate(SIDES):
+        if min(counted.values()) >= NUM_TURNS:
+            return SIDES[:number]
+        counted[side] += 1
+    raise AssertionError("never decided")
 
 
 @pytest.mark.parametrize(("gain", "wins"), [(0.05, True), (0.001, False), (-0.2, False)])
-def test_recordings_take_turns_and_the_faster_one_is_replayed(calls: Callable[..., Calls], gain: float, wins: bool) -> None:
+def test_recordings_take_turns_and_only_the_faster_one_is_kept(calls: Callable[..., Calls], gain: float, wins: bool) -> None:
     product, shard = Product(chosen=3), torch.ones(2, 4)
     made = calls(product, gain)
-    ran = [made.call(shard) for _ in range(30)]
-    assert ran[:4] == ["issued first"] * 2 + ["replayed first"] * 2, "the third call is recorded, and measures"
-    assert ran[4:17] == [NAMES[turn] for turn in AS_RECORDED], "one is recorded first, which does not count"
-    assert ran[17:] == [NAMES[wins]] * 13
-    assert (product.num_measured, len(made.recordings)) == (1, 2)
-    assert made.copies.kernels() == ("chosen by their times" if wins else "torch's")
+    ran = [made.call(shard) for _ in range(60)]
+    assert ran[:FIRST_TURN] == ["issued first"] * 2 + ["replayed first"] * (FIRST_TURN - 2), "the third is recorded"
+    end = FIRST_TURN + len(sides_until_decided())
+    assert ran[FIRST_TURN:end] == [NAMES[side] for side in sides_until_decided()]
+    assert set(ran[end:]) == {NAMES[wins]}
+    assert product.num_measured == 1
+    assert len(made.recordings) == 1
+    assert made.copies.kernels() == ("chosen by their times" if wins else "the library's first choice")
 
 
-def test_another_layer_of_the_shape_goes_on_where_the_first_one_is(calls: Callable[..., Calls]) -> None:
+def test_layers_of_a_shape_share_its_turns_and_drop_the_loser(calls: Callable[..., Calls]) -> None:
     made, shards = calls(Product(chosen=3), 0.05), [torch.ones(2, 4) for _ in range(8)]
-    steps = [[made.call(shard) for shard in shards] for _ in range(8)]
-    assert steps[0] == steps[1] == ["issued first"] * 8, "only what is replayed takes turns"
-    assert steps[2] == ["replayed first"] * 8, "for the first time"
-    assert [ran.split()[1] for step in steps[3:5] for ran in step][:2] == ["first", "chosen"]
+    steps = [[made.call(shard) for shard in shards] for _ in range(12)]
+    assert steps[0][:FIRST_TURN] == ["issued first"] * FIRST_TURN
+    assert "replayed chosen" in steps[4]
     assert steps[-1] == ["replayed chosen"] * 8
-    assert len(made.recordings) == 16
+    assert len(made.recordings) == 8
 
 
-def test_addresses_that_never_come_again_take_turns_in_the_end(calls: Callable[..., Calls]) -> None:
+def test_addresses_that_never_come_again_take_turns_in_the_end(calls: Callable[..., Calls], monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel_trial, "PATIENCE", 63)
     made = calls(Product(chosen=3), 0.05)
-    shards = [torch.ones(2, 4) for _ in range(100)]
-    ran = [made.call(shard) for shard in shards]
-    assert ran[:PATIENCE] == ["issued first"] * PATIENCE
-    assert ran[PATIENCE : PATIENCE + len(TURNS)] == [NAMES[turn].replace("replayed", "issued") for turn in TURNS]
-    assert ran[-1] == "issued chosen"
+    ran = [made.call(shard) for shard in [torch.ones(2, 4) for _ in range(100)]]
+    assert {each.split()[0] for each in ran} == {"issued"}
+    assert set(ran[-20:]) == {"issued chosen"}
 
 
 def test_nothing_is_recorded_twice_where_no_kernel_is_faster(calls: Callable[..., Calls]) -> None:
     made, shard = calls(Product(chosen=0), 0.05), torch.ones(2, 4)
     made.call(shard)
-    assert made.copies.kernels() == "torch's, while others are timed"
-    assert [made.call(shard) for _ in range(9)] == ["issued first"] + ["replayed first"] * 8
+    assert made.copies.kernels() == "the library's first choice, while others are timed"
+    assert [made.call(shard) for _ in range(29)] == ["issued first"] + ["replayed first"] * 28
     assert len(made.recordings) == 1
 
 
 def test_without_recordings_calls_that_are_issued_take_the_turns(calls: Callable[..., Calls]) -> None:
     made, shard = calls(Product(chosen=3), 0.05, is_recorded=False), torch.ones(2, 4)
-    ran = [made.call(shard) for _ in range(20)]
-    assert ran[4:16] == [NAMES[turn].replace("replayed", "issued") for turn in TURNS]
-    assert ran[16:] == ["issued chosen"] * 4
+    ran = [made.call(shard) for _ in range(40)]
+    sides = sides_until_decided(num_uncounted=0)
+    assert ran[FIRST_TURN:][: len(sides)] == [NAMES[side].replace("replayed", "issued") for side in sides]
+    assert set(ran[FIRST_TURN + len(sides) :]) == {"issued chosen"}
 
 
 def test_a_call_that_its_caller_captures_takes_no_turn_and_uses_what_is_decided(calls: Callable[..., Calls]) -> None:
     made, shard = calls(Product(chosen=3), 0.05), torch.ones(2, 4)
     captured = []
-    for _ in range(20):
+    for _ in range(40):
         made.call(shard)
         made.order.is_in_capture = True
         captured.append(made.call(shard))
         made.order.is_in_capture = False
-    assert captured == ["issued first"] * 17 + ["issued chosen"] * 3
-    assert made.ran[::2][4:17] == [NAMES[turn] for turn in AS_RECORDED]
+    sides = sides_until_decided()
+    assert captured[: FIRST_TURN + len(sides)] == ["issued first"] * (FIRST_TURN + len(sides))
+    assert set(captured[FIRST_TURN + len(sides) :]) == {"issued chosen"}
+    assert made.ran[::2][FIRST_TURN:][: len(sides)] == [NAMES[side] for side in sides]
+
+
+def test_other_settings_of_torch_are_another_choice(calls: Callable[..., Calls]) -> None:
+    made, shard = calls(Product(chosen=3), 0.05), torch.ones(2, 4)
+    assert [made.call(shard) for _ in range(40)][-1] == "replayed chosen"
+    made.settings = ("deterministic",)
+    assert [made.call(shard) for _ in range(4)] == ["issued first"] * 2 + ["replayed first"] * 2
+    made.settings = ()
+    assert made.call(shard) == "replayed chosen"
+
+
+def test_a_failure_leaves_the_first_kernels_and_one_warning(
+    calls: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Product) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Product, "measure", fail)
+    made, shard = calls(Product(chosen=3), 0.05), torch.ones(2, 4)
+    assert [made.call(shard) for _ in range(30)][2:] == ["replayed first"] * 28
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch's own kernels multiply, because others could not be timed (no room)."
+    ]

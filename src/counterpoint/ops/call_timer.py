@@ -15,8 +15,8 @@ from counterpoint.errors import DeviceError
 from counterpoint.ops.runtime import Runtime
 
 SPIN_CYCLES = 1_500_000  # some 0.8 ms on an H200, where issuing a call takes up to 0.8 ms
-# a call's kernels are chosen in some 18 calls (`kernel_trial.py`), it is recorded meanwhile, and a few addresses alternate
-WARM_UP_ROUNDS = 24
+# a call's kernels are chosen in some 25 calls (`kernel_trial.py`), it is recorded meanwhile, and a few addresses alternate
+WARM_UP_ROUNDS = 32
 
 
 class AbstractCallTimer(ABC):

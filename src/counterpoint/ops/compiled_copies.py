@@ -5,7 +5,7 @@ A call that repeats at the same addresses is recorded and replayed (`graph_cache
 first calls choose the kernels of its matmuls (`kernel_trial.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -14,7 +14,7 @@ from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
-from counterpoint.ops.computation import half_precision_settings
+from counterpoint.ops.cublaslt import half_precision_settings, reserve_workspaces
 from counterpoint.ops.driver_calls import (
     Call,
     Issue,
@@ -43,6 +43,7 @@ Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
+THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
@@ -102,7 +103,8 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._symmetric: dict[str, torch.Tensor] = {}
         self._issues: list[Issue] = []
         self._matmuls: list[Issue] = []  # those of them that multiply
-        self._trials: dict[tuple[tuple[int, ...], ...], KernelTrial] = {}  # by the strides of weights
+        self._trials: dict[Hashable, KernelTrial] = {}  # by the strides of weights, and by torch's settings
+        reserve_workspaces(shared.device)
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
         """See `AbstractCompiledSchedule.run`."""
@@ -114,11 +116,14 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._local:
             operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
-        trial, graph, is_replay = self._trial(weights), None, False
+        # builds for CPUs lack TunableOp
+        settings = *half_precision_settings(), torch._C._cuda_tunableop_is_enabled()
+        trial, graph, is_replay = self._trial(weights, settings), None, False
         if not order.is_in_capture:
-            trial.prepare(lambda: self._products(self._present_call(operands, weights, handle)))
+            if not trial.is_over:
+                self._prepare(trial, lambda: self._present_call(operands, weights, handle))
             if self._may_be_recorded and recordings.is_enabled:
-                graph, is_replay = self._recording(operands, weights, trial)
+                graph, is_replay = self._recording(self._key(operands, weights, settings), operands, weights, trial)
         if graph is not None and trial.is_over:
             graph.replay()
         else:
@@ -130,12 +135,22 @@ class CompiledCopies(AbstractCompiledSchedule):
         """See `AbstractCompiledSchedule.kernels`."""
         return ", ".join(sorted({trial.in_words() for trial in self._trials.values()}))
 
-    def _trial(self, weights: Weights) -> KernelTrial:
-        """Return the choice of kernels for weights of these strides."""
-        strides = tuple(map(torch.Tensor.stride, weights))
-        if strides not in self._trials:
-            self._trials[strides] = KernelTrial()
-        return self._trials[strides]
+    def _trial(self, weights: Weights, settings: tuple[object, ...]) -> KernelTrial:
+        """Return the choice of kernels for weights of these strides, under these settings of torch."""
+        key = *map(torch.Tensor.stride, weights), settings
+        if key not in self._trials:
+            self._trials[key] = KernelTrial(self._shared.device)
+        return self._trials[key]
+
+    def _prepare(self, trial: KernelTrial, call: Callable[[], Call]) -> None:
+        """Let a trial look at the call that is about to be made. Its queries must not end what another thread captures."""
+        mode = check("Leaving captures alone", cu.cuThreadExchangeStreamCaptureMode(THREAD_LOCAL))
+        try:
+            trial.prepare(lambda: self._products(call()))
+        finally:
+            check("Leaving captures alone", cu.cuThreadExchangeStreamCaptureMode(mode))
+        if trial.is_over:
+            self._shared.recordings.drop((trial, not trial.takes_chosen))
 
     def _products(self, call: Call) -> list[Product]:
         """Return what a call multiplies."""
@@ -144,17 +159,18 @@ class CompiledCopies(AbstractCompiledSchedule):
                 multiply(call)
         return found
 
-    def _recording(self, operands: Tensors, weights: Weights, trial: KernelTrial) -> tuple[Graph | None, bool]:
+    def _recording(self, key: Key, operands: Tensors, weights: Weights, trial: KernelTrial) -> tuple[Graph | None, bool]:
         """Return the recording of this call with the trial's kernels, made now if the call came often enough, and whether it
         was made before.
         """
-        recordings, key = self._shared.recordings, self._key(operands, weights)
-        by_these = (*key, trial.takes_chosen)
+        recordings = self._shared.recordings
+        by_these = (*key, (trial, trial.takes_chosen))
         graph = recordings.find(by_these)
-        if graph is not None or not recordings.is_due(by_these, like=(*key, not trial.takes_chosen)):
-            return graph, graph is not None
-        with multiplying(by_chosen=trial.takes_chosen):
-            graph = self._record(operands, weights)
+        if graph is not None:
+            return graph, True
+        if recordings.is_due(by_these, like=(*key, (trial, not trial.takes_chosen))):
+            with multiplying(by_chosen=trial.takes_chosen):
+                graph = self._record(operands, weights)
         if graph is not None:
             recordings.keep(by_these, graph, map(torch.Tensor.data_ptr, operands.values()))
         return graph, False
@@ -166,9 +182,9 @@ class CompiledCopies(AbstractCompiledSchedule):
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
         return capture_or_disable(self._shared.recordings, stream, lambda: self._issue(call), "Operators")
 
-    def _key(self, operands: Tensors, weights: Weights) -> Key:
-        """Return everything that determines what a call issues: addresses, strides, and torch's settings for
-        half-precision matmuls. The schedule stands for shapes and type.
+    def _key(self, operands: Tensors, weights: Weights, settings: tuple[object, ...]) -> Key:
+        """Return everything that determines what a call issues: addresses, strides, and torch's settings for matmuls. The
+        schedule stands for shapes and type.
         """
         tensors = (*weights, *operands.values())
         return (
@@ -176,8 +192,7 @@ class CompiledCopies(AbstractCompiledSchedule):
             *map(torch.Tensor.data_ptr, tensors),
             *map(torch.Tensor.stride, tensors),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
-            half_precision_settings(),
-            torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it
+            settings,
         )
 
     def _present_call(self, operands: Tensors, weights: Weights, handle: Handle) -> Call:

@@ -30,20 +30,6 @@ def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
 
 
-def half_precision_settings() -> tuple[object, ...]:
-    """Return torch's settings that determine which kernels multiply half-precision matrices, or that none may. Every
-    call reads them, so torch's own getters are called, in a tenth of the time of its documented properties.
-    """
-    return (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_fp16_accumulation(),
-        torch._C._get_blas_preferred_backend(),
-        torch._C._get_sm_carveout_experimental(),
-        torch._C._get_deterministic_algorithms(),
-    )
-
-
 def bind_computation(action: Action, fixed: Tensors = NO_TENSORS) -> Compute:
     """Return the call for an action which is no copy between ranks. `fixed` tensors are the same in every call."""
     if action.kind == "matmul":

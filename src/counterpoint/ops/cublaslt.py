@@ -5,7 +5,8 @@ place: if its output is another matrix, it first copies what is to be added ther
 
 Kernels get a workspace of a few bytes, in which their CTAs count the tiles that are taken. The library's kernels without
 one deal tiles out beforehand: if a CTA finds no SM, since another kernel is on it, its tiles wait. With such kernels calls
-of two matmuls at a time took up to 1.8 times as long (4 H100s, 2026-11-27). So only the library's first kernel may be one.
+of two matmuls at a time took up to 1.8 times as long (4 H100s, 2026-11-27). So they are left out; only
+a sum has the library's first kernel in any case.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ from counterpoint.errors import DeviceError
 
 MAX_KERNELS = 8  # asked for; on H100s with CUDA 13.0 the library names no more
 LARGEST_ALIGNMENT = 256  # in bytes, of an operand
+NUM_WORKSPACES = 256  # streams of a device that have one of their own
 WORKSPACE_BYTES = 512  # a kernel counts its tiles in 4; those that add up parts of sums need far more, and are left out
 # from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; the numbers are the same in CUDA 12
 DATA_TYPES = {torch.bfloat16: 14, torch.float16: 2}  # CUDA_R_16BF, CUDA_R_16F
@@ -47,9 +49,13 @@ class Operand(NamedTuple):
     def drawn(self, dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
         """Return a matrix with these properties, of random numbers."""
         start = self.alignment // dtype.itemsize  # torch's own addresses are multiples of 512
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        memory = torch.empty(start + extent, dtype=dtype, device=draw.device).normal_(generator=draw)
+        memory = torch.empty(start + self.extent, dtype=dtype, device=draw.device).normal_(generator=draw)
         return memory.as_strided(self.shape, self.stride, start)
+
+    @property
+    def extent(self) -> int:
+        """The elements from the first to the last."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
 
 class Heuristic(ctypes.Structure):
@@ -105,15 +111,16 @@ class Kernels:
         failed = find(self._handle, self._product, *self._layouts, preference, MAX_KERNELS, *places)
         found = [] if failed else self._found[: number.value]
         # the algorithm is the first field
-        self._algorithms = [ctypes.addressof(each) for each in found if _is_flexible(each) or each is found[0]]
+        usable = [each for each in found if _is_flexible(each) or (is_added and each is found[0])]
+        self._algorithms = [ctypes.addressof(each) for each in usable]
         self.number = len(self._algorithms)
         self._one, self._weight_of_added = ctypes.addressof(ONE), ctypes.addressof(ONE if is_added else ZERO)
 
     def launch(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor, out: torch.Tensor) -> None:
         """Launch the kernel of that number on the current stream. Raises `DeviceError` if that fails."""
         right_layout, left_layout, added_layout, out_layout = self._layouts
-        # of the current stream, or of the graph that it is captured in
-        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=out.device)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        workspace = _workspace(out.device, stream)
         status = self._matmul(
             self._handle,
             self._product,
@@ -130,7 +137,7 @@ class Kernels:
             self._algorithms[number],
             workspace.data_ptr(),
             WORKSPACE_BYTES,
-            torch._C._cuda_getCurrentRawStream(self._device),
+            stream,
         )
         _check(status)
 
@@ -152,6 +159,42 @@ def _library() -> Any:
     pointer = ctypes.c_void_p
     library.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
     return library
+
+
+def reserve_workspaces(device: torch.device) -> None:
+    """Take the memory of workspaces now, where nothing waits for other ranks, unless that was done before."""
+    if device.type == "cuda":
+        _reserved(device)
+
+
+@cache
+def _reserved(device: torch.device) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Return memory for the workspaces of a device's streams, and those that are taken, by stream."""
+    return torch.empty(NUM_WORKSPACES, WORKSPACE_BYTES, dtype=torch.uint8, device=device), {}
+
+
+def _workspace(device: torch.device, stream: int) -> torch.Tensor:
+    """Return the workspace of a stream, whose kernels run one after the other; in a capture one of that graph's own."""
+    memory, taken = _reserved(device)
+    if torch.cuda.is_current_stream_capturing() or (stream not in taken and len(taken) == NUM_WORKSPACES):
+        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    if stream not in taken:
+        taken[stream] = memory[len(taken)]
+    return taken[stream]
+
+
+def half_precision_settings() -> tuple[object, ...]:
+    """Return torch's settings that determine which kernels multiply half-precision matrices, or that none may. Every
+    call reads them, so torch's own getters are called, in a tenth of the time of its documented properties.
+    """
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_blas_preferred_backend(),
+        torch._C._get_sm_carveout_experimental(),
+        torch._C._get_deterministic_algorithms(),
+    )
 
 
 @cache

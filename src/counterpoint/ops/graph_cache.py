@@ -117,6 +117,11 @@ class Recordings(Generic[R]):
         self._recordings[key] = recording, Allocations(addresses)
         self._last_call[key] = self._num_calls
 
+    def drop(self, last: Hashable) -> None:
+        """Drop the recordings of calls whose key has this as its last element. CUDA frees a graph in flight when it ends."""
+        for key in [key for key in self._recordings if key[-1] == last]:
+            del self._recordings[key], self._last_call[key]
+
     def forget(self, schedules: Sequence[Hashable]) -> None:
         """Forget the calls of these schedules, which are the first elements of their keys; graphs in flight end first."""
         of_these: list[OrderedDict[Key, Any] | dict[Key, Any]] = [self._recordings, self._last_call, self._num_seen]

@@ -15,7 +15,7 @@ import torch
 
 from counterpoint.errors import DeviceError
 from counterpoint.ops import cublaslt
-from counterpoint.ops.cublaslt import Kernels, Operand
+from counterpoint.ops.cublaslt import Kernels, Operand, half_precision_settings
 from counterpoint.ops.kernel_choice import KernelTimes, Launch, num_turns
 
 LOGGER = logging.getLogger("counterpoint")
@@ -104,11 +104,15 @@ def _product(
     """Return the product with these operands, or None if torch alone can multiply them."""
     if not cublaslt.is_available(left):
         return None
-    return _known_product(left.dtype, left.device, is_added, *map(Operand.of, (right, left, added, out)))
+    operands = tuple(map(Operand.of, (right, left, added, out)))
+    return _known_product(left.dtype, left.device, operands, is_added=is_added, settings=half_precision_settings())
 
 
 @lru_cache(NUM_PRODUCTS)
-def _known_product(dtype: torch.dtype, device: torch.device, is_added: bool, *operands: Operand) -> "Product | None":
+def _known_product(
+    dtype: torch.dtype, device: torch.device, operands: tuple[Operand, ...], *, is_added: bool, settings: object
+) -> "Product | None":
+    """Return the product under these settings of torch, by which its own kernel may have other bits."""
     try:
         kernels = Kernels(dtype, device, operands, is_added=is_added)
     except DeviceError as problem:  # on one rank perhaps, so the product must go on
@@ -145,18 +149,19 @@ class Product:
         self._is_measured = True
         MEASURED.num += 1
         draw = torch.Generator(device)  # the job's own numbers stay what they are
-        try:
-            first, second, third = (each.drawn(dtype, draw) for each in (left, right, added))
-            results = [out.drawn(dtype, draw) for _ in range(2)]
-            launches = [self._timed(number, first, second, third) for number in numbers]
-            self._measurement = KernelTimes(launches, results, turns)
-        except (torch.OutOfMemoryError, DeviceError) as problem:
-            LOGGER.debug("The kernels of a product are not timed: %s", problem)
+        kinds = (left, right, *([added] if self._is_added else []), out, out)
+        num_bytes = dtype.itemsize * sum(each.extent for each in kinds)
+        if 2 * num_bytes > torch.cuda.mem_get_info(device)[0]:  # torch must not have to give its cache back for this
+            return
+        first, second, *others = (each.drawn(dtype, draw) for each in kinds)
+        launches = [self._timed(number, first, second, others[0]) for number in numbers]
+        self._measurement = KernelTimes(launches, others[-2:], turns)
 
     def is_chosen(self) -> bool:
         """Return whether the measurement is over; if so, take its kernel."""
-        if self._measurement is not None and self._measurement.is_over():
-            self.chosen, self._measurement = self._measurement.fastest(), None
+        measurement = self._measurement  # of a product that other threads may ask as well
+        if measurement is not None and measurement.is_over():
+            self.chosen, self._measurement = measurement.fastest(), None
         return self._measurement is None
 
     def _timed(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor) -> Launch:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from counterpoint import ops
 from counterpoint.cuda.ranks import join_ranks, wait_until_all_leave
 from counterpoint.ops.kernel_choice import SWITCH
-from counterpoint.ops.kernel_trial import TURNS
+from counterpoint.ops.kernel_trial import NUM_TURNS, STARTS
 from counterpoint.ops.products import MEASURED
 from counterpoint.schedule import ScheduleDescription
 
@@ -208,7 +208,7 @@ def chosen_kernels() -> None:
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
         operator, descriptions = OPERATORS[name]
         for description in [each for each in descriptions if each is not None and not each.is_sequential][:3]:
-            repeat(name, operator, description, 1 << 18, num_turns=8 + len(TURNS))
+            repeat(name, operator, description, 1 << 18, num_turns=2 * (STARTS + 3 * NUM_TURNS))
     assert MEASURED.num > 0
     report("chosen kernels")
 
