@@ -144,10 +144,11 @@ def measured_times(product: Product, left: torch.Tensor, right: torch.Tensor, ou
 
 
 def test_a_sum_with_a_product_has_the_same_bits_by_every_kernel() -> None:
-    added, left, right = (drawn(*each, dtype=torch.bfloat16) for each in ((1024, 4096), (1024, 1536), (1536, 4096)))
+    added, left, right = (drawn(*each, dtype=torch.bfloat16) for each in ((1024, 4096), (1024, 3072), (3072, 4096)))
     add_product(added, left, right, wanted := torch.empty_like(added))
     out = torch.empty_like(added)
     product = measured(lambda: add_product(added, left, right, out))
+    assert product._is_measured
     with multiplying(by_chosen=True):
         for number in range(product._kernels.number):
             product.chosen = number
@@ -156,11 +157,11 @@ def test_a_sum_with_a_product_has_the_same_bits_by_every_kernel() -> None:
 
 
 def test_a_measurement_leaves_the_numbers_that_the_job_draws() -> None:
-    left, right = drawn(1024, 4096, dtype=torch.bfloat16), drawn(4096, 1024, dtype=torch.bfloat16)
+    left, right = drawn(1024, 4096, dtype=torch.bfloat16), drawn(4096, 3584, dtype=torch.bfloat16)
     torch.cuda.manual_seed(3)
     wanted = torch.rand(8, device="cuda")
     torch.cuda.manual_seed(3)
-    product = measured(lambda: set_product(left, right, torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16)))
+    product = measured(lambda: set_product(left, right, torch.empty(1024, 3584, device="cuda", dtype=torch.bfloat16)))
     assert product._is_measured
     assert torch.equal(torch.rand(8, device="cuda"), wanted)
 

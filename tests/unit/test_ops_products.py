@@ -1,6 +1,7 @@
 """Which kernel of a product is chosen, on doubles of the kernels, and products that torch alone multiplies."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,6 +93,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocked]:
     monkeypatch.setattr(products, "KernelTimes", lambda *_: found)
     monkeypatch.setattr(products, "num_turns", lambda *_: (5, 1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(products.cublaslt, "is_available", lambda _left: True)
     monkeypatch.setattr(products, "Kernels", lambda *_, **__: Kernels())
     products._known_product.cache_clear()

@@ -10,6 +10,7 @@ a sum has the library's first kernel in any case.
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from functools import cache
@@ -29,6 +30,7 @@ COMPUTE_32F, SCALE_32F = 68, 0
 DESCRIPTOR_TRANSPOSES = (3, 4)  # of the first and of the second operand
 PREFERENCE_WORKSPACE, PREFERENCE_REDUCTION, REDUCE_IN_COMPUTE_TYPE = 1, 3, 2
 PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of both operands, of what is added, and of the result
+TAKING = threading.Lock()  # for the workspace of a stream that has none yet
 ZERO, ONE = ctypes.c_float(0.0), ctypes.c_float(1.0)
 Handle = ctypes.c_void_p
 
@@ -176,11 +178,15 @@ def _reserved(device: torch.device) -> tuple[torch.Tensor, dict[int, torch.Tenso
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     """Return the workspace of a stream, whose kernels run one after the other; in a capture one of that graph's own."""
     memory, taken = _reserved(device)
-    if torch.cuda.is_current_stream_capturing() or (stream not in taken and len(taken) == NUM_WORKSPACES):
-        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    if stream not in taken:
-        taken[stream] = memory[len(taken)]
-    return taken[stream]
+    if not torch.cuda.is_current_stream_capturing():
+        if stream in taken:
+            return taken[stream]
+        with TAKING:
+            if stream not in taken and len(taken) < NUM_WORKSPACES:
+                taken[stream] = memory[len(taken)]
+        if stream in taken:
+            return taken[stream]
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def half_precision_settings() -> tuple[object, ...]:

@@ -6,6 +6,7 @@ same bits.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from counterpoint.ops.kernel_choice import KernelTimes, Launch, num_turns
 LOGGER = logging.getLogger("counterpoint")
 NUM_PRODUCTS = 1024  # most products whose kernels are kept; each is a few KB of the host
 MAX_MEASURED = 256  # most products of a process whose kernels are timed, in some 0.05 s each: shapes may never end
+
+
+TILE = 128  # rows and columns of a result that one SM computes, in the usual kernels with the smallest tiles
 
 
 class _Thread(threading.local):
@@ -143,7 +147,9 @@ class Product:
         """
         dtype, device, (right, left, added, out) = self._like
         numbers = range(self._kernels.number + (not self._is_added))
-        turns = num_turns(2.0 * left.shape[0] * left.shape[1] * right.shape[1], len(numbers))
+        num_tiles = math.ceil(out.shape[0] / TILE) * math.ceil(out.shape[1] / TILE)
+        busy = min(1.0, num_tiles / torch.cuda.get_device_properties(device).multi_processor_count)
+        turns = num_turns(2.0 * left.shape[0] * left.shape[1] * right.shape[1] / busy, len(numbers))
         if self._is_measured or turns is None or MEASURED.num >= MAX_MEASURED:
             return
         self._is_measured = True
