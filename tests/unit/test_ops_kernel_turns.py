@@ -191,15 +191,19 @@ def test_other_settings_of_torch_are_another_choice(calls: Callable[..., Calls])
     assert made.call(shard) == "replayed chosen"
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AttributeError])
 def test_a_failure_leaves_the_first_kernels_and_one_warning(
-    calls: Callable[..., Calls], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception],
+    calls: Callable[..., Calls],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(_: Product) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise error("no room")
 
     monkeypatch.setattr(Product, "measure", fail)
     made, shard = calls(Product(chosen=3), 0.05), torch.ones(2, 4)
     assert [made.call(shard) for _ in range(30)][2:] == ["replayed first"] * 28
-    assert [record.getMessage() for record in caplog.records] == [
-        "torch's own kernels multiply, because others could not be timed (no room)."
-    ]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("torch's own kernels multiply, because others could not be timed (")
+    assert "no room" in message
