@@ -5,7 +5,7 @@ A call that repeats at the same addresses is recorded and replayed (`graph_cache
 first calls choose the kernels of its matmuls (`kernel_trial.py`).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -103,7 +103,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._symmetric: dict[str, torch.Tensor] = {}
         self._issues: list[Issue] = []
         self._matmuls: list[Issue] = []  # those of them that multiply
-        self._trials: dict[Hashable, KernelTrial] = {}  # by the strides of weights, and by torch's settings
+        self._trials: dict[Key, KernelTrial] = {}  # by the strides of weights, and by torch's settings
         reserve_workspaces(shared.device)
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
@@ -116,14 +116,14 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._local:
             operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
-        # builds for CPUs lack TunableOp
-        settings = *half_precision_settings(), torch._C._cuda_tunableop_is_enabled()
-        trial, graph, is_replay = self._trial(weights, settings), None, False
+        # what determines kernels besides sizes and type; builds for CPUs lack TunableOp
+        layout = *map(torch.Tensor.stride, weights), half_precision_settings(), torch._C._cuda_tunableop_is_enabled()
+        trial, graph, is_replay = self._trial(layout), None, False
         if not order.is_in_capture:
             if not trial.is_over:
                 self._prepare(trial, lambda: self._present_call(operands, weights, handle))
             if self._may_be_recorded and recordings.is_enabled:
-                graph, is_replay = self._recording(self._key(operands, weights, settings), operands, weights, trial)
+                graph, is_replay = self._recording(self._key(operands, weights, layout), operands, weights, trial)
         if graph is not None and trial.is_over:
             graph.replay()
         else:
@@ -135,12 +135,11 @@ class CompiledCopies(AbstractCompiledSchedule):
         """See `AbstractCompiledSchedule.kernels`."""
         return ", ".join(sorted({trial.in_words() for trial in self._trials.values()}))
 
-    def _trial(self, weights: Weights, settings: tuple[object, ...]) -> KernelTrial:
+    def _trial(self, layout: Key) -> KernelTrial:
         """Return the choice of kernels for weights of these strides, under these settings of torch."""
-        key = *map(torch.Tensor.stride, weights), settings
-        if key not in self._trials:
-            self._trials[key] = KernelTrial(self._shared.device)
-        return self._trials[key]
+        if layout not in self._trials:
+            self._trials[layout] = KernelTrial(self._shared.device)
+        return self._trials[layout]
 
     def _prepare(self, trial: KernelTrial, call: Callable[[], Call]) -> None:
         """Let a trial look at the call that is about to be made. Its queries must not end what another thread captures."""
@@ -182,17 +181,16 @@ class CompiledCopies(AbstractCompiledSchedule):
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
         return capture_or_disable(self._shared.recordings, stream, lambda: self._issue(call), "Operators")
 
-    def _key(self, operands: Tensors, weights: Weights, settings: tuple[object, ...]) -> Key:
+    def _key(self, operands: Tensors, weights: Weights, layout: Key) -> Key:
         """Return everything that determines what a call issues: addresses, strides, and torch's settings for matmuls. The
         schedule stands for shapes and type.
         """
-        tensors = (*weights, *operands.values())
         return (
             self,  # not its id, which another schedule could get later
-            *map(torch.Tensor.data_ptr, tensors),
-            *map(torch.Tensor.stride, tensors),
+            *map(torch.Tensor.data_ptr, (*weights, *operands.values())),
+            *map(torch.Tensor.stride, operands.values()),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
-            settings,
+            layout,
         )
 
     def _present_call(self, operands: Tensors, weights: Weights, handle: Handle) -> Call:

@@ -85,7 +85,7 @@ def is_available(left: torch.Tensor) -> bool:
 
 class Kernels:
     """The kernels for left @ right, or added + left @ right, with operands of given properties; the fastest comes first
-    by the library's estimate. None if the operands fit none.
+    by the library's estimate. `number` says how many there are.
 
     The library counts by columns, so it computes the transposed product from the transposed operands in the other order.
     """

@@ -8,11 +8,12 @@ kernel whose result has the same bits is taken.
 
 import math
 import os
-import random
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
+
+from counterpoint.measurement.orders import Rounds
 
 SWITCH = "COUNTERPOINT_KERNELS"  # 0 leaves every product to the library's first kernel
 NUM_ROUNDS, LEAST_ROUNDS = 5, 3
@@ -49,12 +50,11 @@ class KernelTimes:
             num_wrong[number] = torch.count_nonzero(other.view(torch.int16) != first.view(torch.int16))
         self._num_wrong = torch.empty(len(launches), dtype=torch.int64, pin_memory=True)  # read without waiting for a stream
         self._num_wrong.copy_(num_wrong, non_blocking=True)
-        num_rounds, num_launches = turns
-        draw = random.Random(0)
+        (num_rounds, num_launches), rounds = turns, Rounds(0, len(launches))
         self._events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
         torch.cuda._sleep(LEAD_CYCLES)
-        for _ in range(num_rounds):
-            for number in draw.sample(range(len(launches)), len(launches)):
+        for each in range(num_rounds):
+            for number in rounds.order(each):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 for _ in range(num_launches):

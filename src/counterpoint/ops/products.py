@@ -10,14 +10,14 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from counterpoint.errors import DeviceError
 from counterpoint.ops import cublaslt
 from counterpoint.ops.cublaslt import Kernels, Operand, half_precision_settings
-from counterpoint.ops.kernel_choice import KernelTimes, Launch, num_turns
+from counterpoint.ops.kernel_choice import KernelTimes, num_turns
 
 LOGGER = logging.getLogger("counterpoint")
 NUM_PRODUCTS = 1024  # most products whose kernels are kept; each is a few KB of the host
@@ -54,7 +54,7 @@ def set_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> N
     product = _product(left, right, out, out)
     if THREAD.found is not None:
         THREAD.found += [product] if product else []
-    elif product is None or not product.chosen:
+    elif product is None:
         torch.mm(left, right, out=out)
     else:
         product.launch(product.chosen, left, right, out, out)
@@ -137,8 +137,13 @@ class Product:
         self._measurement: KernelTimes | None = None
 
     def launch(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor, out: torch.Tensor) -> None:
-        """Launch the kernel of that number on the current stream."""
-        self._kernels.launch(number if self._is_added else number - 1, left, right, added, out)
+        """Launch the kernel of that number on the current stream; `added` counts only if this product is added."""
+        if self._is_added:
+            self._kernels.launch(number, left, right, added, out)
+        elif number:
+            self._kernels.launch(number - 1, left, right, out, out)
+        else:
+            torch.mm(left, right, out=out)
 
     def measure(self) -> None:
         """Begin to time the kernels on the current stream, unless they have been timed, or it would take too long.
@@ -160,7 +165,7 @@ class Product:
         if 2 * num_bytes > torch.cuda.mem_get_info(device)[0]:  # torch must not have to give its cache back for this
             return
         first, second, *others = (each.drawn(dtype, draw) for each in kinds)
-        launches = [self._timed(number, first, second, others[0]) for number in numbers]
+        launches = [partial(self.launch, number, first, second, others[0]) for number in numbers]
         self._measurement = KernelTimes(launches, others[-2:], turns)
 
     def is_chosen(self) -> bool:
@@ -169,12 +174,3 @@ class Product:
         if measurement is not None and measurement.is_over():
             self.chosen, self._measurement = measurement.fastest(), None
         return self._measurement is None
-
-    def _timed(self, number: int, left: torch.Tensor, right: torch.Tensor, added: torch.Tensor) -> Launch:
-        def launch(target: torch.Tensor) -> None:
-            if number or self._is_added:
-                self.launch(number, left, right, added if self._is_added else target, target)
-            else:
-                torch.mm(left, right, out=target)
-
-        return launch
