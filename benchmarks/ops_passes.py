@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
 from benchmarks.ops_shapes import Shape, shapes_named
 from counterpoint.errors import ScheduleError
-from counterpoint.ops.call_timer import WARM_UP_ROUNDS, open_call_timer
+from counterpoint.ops.call_timer import open_call_timer
 from counterpoint.ops.runtime import Runtime, runtime_of_group
 from counterpoint.ops.schedule_benchmark import ScheduleBenchmark, request_for
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
@@ -35,6 +35,7 @@ PASSES: tuple[tuple[Operation, Pass], ...] = (
     ("all_to_all_matmul", "forward"),
     ("all_to_all_matmul", "backward"),
 )
+WARM_UPS = 6  # operands stay, so a call is recorded the third time
 
 
 def problem_of(operation: Operation, shape: Shape) -> Problem:
@@ -75,9 +76,9 @@ def run_case(runtime: Runtime, problem: Problem, direction: Pass, arguments: arg
     times: dict[str, list[float]] = {label: [] for label in labels}
     with closing(ScheduleBenchmark(runtime, request_for(problem, direction, "bf16"), descriptions)) as benchmark:
         benchmark.require_right()
-        for number in range(WARM_UP_ROUNDS + arguments.rounds):
+        for number in range(WARM_UPS + arguments.rounds):
             for place in rounds.order(number):
-                if number < WARM_UP_ROUNDS:
+                if number < WARM_UPS:
                     benchmark.warm_up([place])
                 else:
                     times[labels[place]].append(benchmark.time_us(place, timer))

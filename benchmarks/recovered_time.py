@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[1]
 SCHEMA = "counterpoint.recovered_time/1"
 MEASURED = "measured.json"
 CHANGED = "changed"
-WARM_UP_STEPS = 32
+WARM_UP_STEPS = 4
 STEPS_RECORDED = 3
 MEETING_LIMIT_S = 20.0
 

@@ -4,17 +4,29 @@ symmetric memory."""
 
 import ctypes
 import importlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from helpers.bindings_double import EQUAL, FLUSH, double_of_bindings
-
 torch = pytest.importorskip("torch")
+
+MODULES = (
+    "counterpoint.cuda.driver",
+    "counterpoint.ops.driver_calls",
+    "counterpoint.ops.gpu_progress",
+    "counterpoint.ops.signals",
+    "counterpoint.ops.call_order",
+    "counterpoint.ops.launch_order",
+    "counterpoint.ops.compiled_copies",
+    "counterpoint.ops.copy_engines",
+    "counterpoint.ops.copy_lane",
+)
+EQUAL, FLUSH = 1, 1 << 30
 
 
 class Memory:
@@ -24,11 +36,35 @@ class Memory:
         self.local, self.addresses = torch.empty(num_bytes, dtype=torch.uint8), [0, 0]
 
 
+class Operation:
+    """Stands for CUstreamBatchMemOpParams."""
+
+    def __init__(self) -> None:
+        self.waitValue, self.writeValue = SimpleNamespace(), SimpleNamespace()
+
+
 @pytest.fixture
-def driver() -> Iterator[MagicMock]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     """The modules that need the CUDA driver, imported on a double of it."""
-    with double_of_bindings() as double:
-        yield double
+    double = MagicMock()
+    double.CUresult = SimpleNamespace(CUDA_SUCCESS="success")
+    double.CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=EQUAL, CU_STREAM_WAIT_VALUE_FLUSH=FLUSH)
+    double.CUstreamBatchMemOpType = SimpleNamespace(
+        CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
+    )
+    double.CUstreamBatchMemOpParams = Operation
+    double.CUdeviceptr = double.cuuint32_t = lambda number: number
+    double.cuDeviceGet = lambda number: ("success", number)
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = double  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    known = {name: sys.modules.pop(name, None) for name in MODULES}
+    yield double
+    for name, before in known.items():
+        sys.modules.pop(name, None)
+        if before is not None:
+            sys.modules[name] = before
 
 
 @pytest.fixture

@@ -58,15 +58,12 @@ def __dir__() -> list[str]:
 
 
 class Explanation(Value, frozen=True, kw_only=True):
-    """The schedule that runs for one shape, and why. `kernels` says whose kernels multiply on this rank; it is empty where
-    there is no choice.
-    """
+    """The schedule that runs for one shape, and why."""
 
     request: str
     schedule: ScheduleDescription
     reason: str
     name: str  # the name that a plan's directives match
-    kernels: str = ""
 
 
 class PoolReport(Value, frozen=True, kw_only=True):
@@ -190,7 +187,6 @@ def explain(group: dist.ProcessGroup | None = None) -> tuple[Explanation, ...]:
             schedule=plan.pick.description,
             reason=plan.pick.reason,
             name=request.name(runtime.group.size()),
-            kernels=plan.prepared.kernels(),
         )
         for runtime in _of_group(group)
         for request, plan in runtime.plans.items()

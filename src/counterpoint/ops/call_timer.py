@@ -15,8 +15,7 @@ from counterpoint.errors import DeviceError
 from counterpoint.ops.runtime import Runtime
 
 SPIN_CYCLES = 1_500_000  # some 0.8 ms on an H200, where issuing a call takes up to 0.8 ms
-# kernels are chosen in 22 calls or more (`kernel_trial.py`), calls are recorded meanwhile, and a few addresses alternate
-WARM_UP_ROUNDS = 32
+WARM_UP_ROUNDS = 12  # a call is recorded when it is made for the third time at its addresses, and a few addresses alternate
 
 
 class AbstractCallTimer(ABC):

@@ -1,8 +1,7 @@
 """One schedule for one shape and type on GPUs: the list of driver calls and matmuls of a call, built once and issued
 each time.
 
-A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it. The
-first calls choose the kernels of its matmuls (`kernel_trial.py`).
+A call that repeats at the same addresses is recorded and replayed (`graph_cache.py`), unless its caller captures it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.driver import check
+from counterpoint.ops.added_matmul import reserve_workspaces
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
-from counterpoint.ops.cublaslt import half_precision_settings, reserve_workspaces
+from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.driver_calls import (
     Call,
     Issue,
@@ -29,21 +29,18 @@ from counterpoint.ops.driver_calls import (
     wait_event,
 )
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable
-from counterpoint.ops.kernel_trial import KernelTrial
 from counterpoint.ops.launch_order import launch_behind
-from counterpoint.ops.products import Product, looking, multiplying
 from counterpoint.ops.signals import Flags
 from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of, with_slices
-from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, SM_KINDS, Buffer, CopySchedule
+from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
-THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
 
@@ -102,8 +99,6 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._memory: SymmetricMemory | None = None
         self._symmetric: dict[str, torch.Tensor] = {}
         self._issues: list[Issue] = []
-        self._matmuls: list[Issue] = []  # those of them that multiply
-        self._trials: dict[Key, KernelTrial] = {}  # by the strides of weights, and by torch's settings
         reserve_workspaces(shared.device)
 
     def run(self, tensors: Tensors, weights: Weights) -> None:
@@ -116,63 +111,24 @@ class CompiledCopies(AbstractCompiledSchedule):
         if self._local:
             operands = {**operands, **{buffer.name: self._allocate(buffer) for buffer in self._local}}
         handle = order.follow(torch._C._cuda_getCurrentRawStream(shared.device.index))
-        # what determines kernels besides sizes and type; builds for CPUs lack TunableOp
-        layout = *map(torch.Tensor.stride, weights), half_precision_settings(), torch._C._cuda_tunableop_is_enabled()
-        trial, graph, is_replay = self._trial(layout), None, False
-        if not order.is_in_capture:
-            if not trial.is_over:
-                self._prepare(trial, lambda: self._present_call(operands, weights, handle))
-            if self._may_be_recorded and recordings.is_enabled:
-                graph, is_replay = self._recording(self._key(operands, weights, layout), operands, weights, trial)
-        if graph is not None and trial.is_over:
+        graph = None
+        if self._may_be_recorded and recordings.is_enabled and not order.is_in_capture:
+            key = self._key(operands, weights)
+            graph = recordings.find(key) or self._recorded(key, operands, weights)
+        if graph is not None:
             graph.replay()
         else:
-            with trial.turn(is_captured=order.is_in_capture, is_steady=is_replay or not recordings.is_enabled):
-                graph.replay() if graph is not None else self._issue(self._present_call(operands, weights, handle))
+            current = torch._C._cuda_getCurrentStream(shared.device.index), handle
+            self._issue(self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture))
         order.finish(handle)
 
-    def kernels(self) -> str:
-        """See `AbstractCompiledSchedule.kernels`."""
-        return ", ".join(sorted({trial.in_words() for trial in self._trials.values()}))
-
-    def _trial(self, layout: Key) -> KernelTrial:
-        """Return the choice of kernels for weights of these strides, under these settings of torch."""
-        if layout not in self._trials:
-            self._trials[layout] = KernelTrial(self._shared.device)
-        return self._trials[layout]
-
-    def _prepare(self, trial: KernelTrial, call: Callable[[], Call]) -> None:
-        """Let a trial look at the call that is about to be made. Its queries must not end what another thread captures."""
-        mode = check("Leaving captures alone", cu.cuThreadExchangeStreamCaptureMode(THREAD_LOCAL))
-        try:
-            trial.prepare(lambda: self._products(call()))
-        finally:
-            check("Leaving captures alone", cu.cuThreadExchangeStreamCaptureMode(mode))
-        if trial.is_over:
-            self._shared.recordings.drop((trial, not trial.takes_chosen))
-
-    def _products(self, call: Call) -> list[Product]:
-        """Return what a call multiplies."""
-        with looking() as found:
-            for multiply in self._matmuls:
-                multiply(call)
-        return found
-
-    def _recording(self, key: Key, operands: Tensors, weights: Weights, trial: KernelTrial) -> tuple[Graph | None, bool]:
-        """Return the recording of this call with the trial's kernels, made now if the call came often enough, and whether it
-        was made before.
-        """
+    def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
+        """Record this call and return the recording, if the call was made often enough."""
         recordings = self._shared.recordings
-        by_these = (*key, (trial, trial.takes_chosen))
-        graph = recordings.find(by_these)
+        graph = self._record(operands, weights) if recordings.is_due(key) else None
         if graph is not None:
-            return graph, True
-        if recordings.is_due(by_these, like=(*key, (trial, not trial.takes_chosen))):
-            with multiplying(by_chosen=trial.takes_chosen):
-                graph = self._record(operands, weights)
-        if graph is not None:
-            recordings.keep(by_these, graph, map(torch.Tensor.data_ptr, operands.values()))
-        return graph, False
+            recordings.keep(key, graph, map(torch.Tensor.data_ptr, operands.values()))
+        return graph
 
     def _record(self, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call; if that fails, return None and record no other: the call can be issued without a recording."""
@@ -181,22 +137,19 @@ class CompiledCopies(AbstractCompiledSchedule):
         call = self._call((operands, weights), current, self._recorded_branches, is_captured=True)
         return capture_or_disable(self._shared.recordings, stream, lambda: self._issue(call), "Operators")
 
-    def _key(self, operands: Tensors, weights: Weights, layout: Key) -> Key:
-        """Return everything that determines what a call issues: addresses, strides, and torch's settings for matmuls. The
-        schedule stands for shapes and type.
+    def _key(self, operands: Tensors, weights: Weights) -> Key:
+        """Return everything that determines what a call issues: addresses, strides, and torch's settings for
+        half-precision matmuls. The schedule stands for shapes and type.
         """
+        tensors = (*weights, *operands.values())
         return (
             self,  # not its id, which another schedule could get later
-            *map(torch.Tensor.data_ptr, (*weights, *operands.values())),
-            *map(torch.Tensor.stride, operands.values()),
+            *map(torch.Tensor.data_ptr, tensors),
+            *map(torch.Tensor.stride, tensors),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
-            layout,
+            half_precision_settings(),
+            torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it
         )
-
-    def _present_call(self, operands: Tensors, weights: Weights, handle: Handle) -> Call:
-        """Return a call on the current stream, whose handle this is."""
-        current = torch._C._cuda_getCurrentStream(self._shared.device.index), handle
-        return self._call((operands, weights), current, self._branches, is_captured=self._shared.order.is_in_capture)
 
     def _call(
         self,
@@ -248,7 +201,6 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._memory = None
         self._symmetric.clear()
         self._issues.clear()
-        self._matmuls.clear()
 
     def _allocate(self, buffer: Buffer) -> torch.Tensor:
         shape = (buffer.num_rows, buffer.num_columns)
@@ -266,7 +218,6 @@ class CompiledCopies(AbstractCompiledSchedule):
     def _listed(self, addresses: Sequence[int]) -> list[Issue]:
         """List all driver calls of a call in order, without those that have no effect."""
         issues: list[Issue] = []
-        self._matmuls = []
         forked = {FIRST_COMPUTE}
         position_of_stream = FIRST_COMPUTE
         for step in self._program.steps:
@@ -288,8 +239,6 @@ class CompiledCopies(AbstractCompiledSchedule):
                 # an operation that waits for another rank's rows needs no further ordering
                 is_early = is_first and step.action.kind in COMPUTATION_KINDS and not step.takes
                 computes = compute(step, self._symmetric)
-                if step.action.kind in SM_KINDS:
-                    self._matmuls.append(computes)
                 issues.append(launch_behind(FIRST_COMPUTE, name, computes) if is_early else computes)
             if step.is_awaited:
                 issues.append(record_event(name, self._events[step.position]))

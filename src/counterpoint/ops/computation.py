@@ -1,5 +1,5 @@
-"""A schedule's matmul pieces and sums as calls of torch or cuBLASLt: one product each, and `bmm` if the same chunk of
-several peers is one piece.
+"""A schedule's matmul pieces and sums as calls of torch: plain `mm`, and `bmm` if the same chunk of several peers is one
+piece.
 
 They are bound once to the rows of an action, and called with the tensors of each call. With several weights, each has
 its own matmul: one matmul over all of them would give strided products, on which later kernels take up to twice the
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from counterpoint.cuda.block_sums import sum_rows
-from counterpoint.ops.products import add_product, is_looking, set_product
+from counterpoint.ops.added_matmul import add_product
 from counterpoint.ops.transport import Tensors, Weights, parts_of
 from counterpoint.schedule.actions import Action, Region
 
@@ -28,6 +28,20 @@ NO_TENSORS: Tensors = {}
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Compute left @ right in their own type, also under autocast, which ignores calls with an `out`."""
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+
+
+def half_precision_settings() -> tuple[object, ...]:
+    """Return torch's settings that determine which kernels multiply half-precision matrices, or that none may. Every
+    call reads them, so torch's own getters are called, in a tenth of the time of its documented properties.
+    """
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+        torch._C._get_blas_preferred_backend(),
+        torch._C._get_sm_carveout_experimental(),
+        torch._C._get_deterministic_algorithms(),
+    )
 
 
 def bind_computation(action: Action, fixed: Tensors = NO_TENSORS) -> Compute:
@@ -72,11 +86,11 @@ def _matmul(reads: Sequence[Region], writes: Sequence[Region], fixed: Tensors) -
 
 
 def _set(_tensors: Tensors, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    set_product(rows, weight, out)
+    torch.mm(rows, weight, out=out)
 
 
 def _add_in_place(_tensors: Tensors, rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    add_product(out, rows, weight, out)
+    torch.addmm(out, rows, weight, out=out)
 
 
 def _one_matmul(source: Region, target: Region, fixed: Tensors, first: Multiply = _set) -> Compute:
@@ -131,8 +145,6 @@ def _batched_matmul(reads: Sequence[Region], writes: Sequence[Region], stride: i
         return tensor.as_strided(shape, (stride * row, row, column), tensor.storage_offset() + first * row)
 
     def compute(tensors: Tensors, weights: Weights) -> None:
-        if is_looking():
-            return
         for factor, weight, product, is_added in _products(tensors, weights, left, out):
             rows, there = batch(factor, start), batch(product, out_start)
             repeated = weight.expand(count, *weight.shape)
@@ -238,7 +250,7 @@ def _weight_gradient(action: Action, fixed: Tensors) -> Compute:
     def compute(tensors: Tensors, _weights: Weights) -> None:
         transposed = rows_of_left(tensors).t()
         for factor, gradient in zip(parts_of(tensors, right.buffer), parts_of(tensors, out), strict=True):
-            set_product(transposed, rows_in(factor, right.start, right.num_rows), gradient)
+            torch.mm(transposed, rows_in(factor, right.start, right.num_rows), out=gradient)
 
     return compute
 

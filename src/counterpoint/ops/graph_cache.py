@@ -100,11 +100,9 @@ class Recordings(Generic[R]):
         self._last_call[key] = self._num_calls
         return recording
 
-    def is_due(self, key: Key, like: Key = ()) -> bool:
-        """Return whether a call without a recording, seen once more now, has come often enough, and there is room. If the
-        call `like` it is recorded, it has.
-        """
-        seen = max(self._num_seen.pop(key, 0), NUM_SEEN_BEFORE if like in self._recordings else 0)
+    def is_due(self, key: Key) -> bool:
+        """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
+        seen = self._num_seen.pop(key, 0)
         if seen >= NUM_SEEN_BEFORE and self._has_room():
             return True
         self._num_seen[key] = seen + 1
@@ -116,11 +114,6 @@ class Recordings(Generic[R]):
         """Keep this recording for this call. `addresses` are those in torch's memory that it copies from or to."""
         self._recordings[key] = recording, Allocations(addresses)
         self._last_call[key] = self._num_calls
-
-    def drop(self, last: Hashable) -> None:
-        """Drop the recordings of calls whose key has this as its last element. CUDA frees a graph in flight when it ends."""
-        for key in [key for key in self._recordings if key[-1] == last]:
-            del self._recordings[key], self._last_call[key]
 
     def forget(self, schedules: Sequence[Hashable]) -> None:
         """Forget the calls of these schedules, which are the first elements of their keys; graphs in flight end first."""

@@ -55,11 +55,9 @@ class ScheduleBenchmark:
             raise
 
     def warm_up(self, order: Sequence[int]) -> None:
-        """Run every schedule of `order` once, to the end."""
+        """Run every schedule of `order` once."""
         for number in order:
             self._run(number)
-        if self._runtime.device.type == "cuda":  # the next calls look whether kernels have been timed
-            torch.cuda.synchronize(self._runtime.device)
 
     def time_us(self, number: int, timer: AbstractCallTimer) -> float:
         """Run a schedule once; return microseconds on the slowest rank, the same on all ranks."""

@@ -48,10 +48,6 @@ class AbstractCompiledSchedule(ABC):
         On GPUs this returns when everything is issued; later work on the current stream runs after it.
         """
 
-    def kernels(self) -> str:
-        """Return whose kernels multiply, in words; empty where there is no choice."""
-        return ""
-
 
 class AbstractTransport(ABC):
     """Moves rows between the ranks of one group."""

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from counterpoint import ops
 from counterpoint.cuda.ranks import join_ranks, wait_until_all_leave
-from counterpoint.ops.kernel_choice import SWITCH
-from counterpoint.ops.kernel_trial import NUM_TURNS, STARTS
-from counterpoint.ops.products import MEASURED
 from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
@@ -203,24 +200,14 @@ def recorded() -> None:
     report("recorded")
 
 
-def chosen_kernels() -> None:
-    """While kernels of matmuls are timed and calls take turns, results are the same bits."""
-    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        operator, descriptions = OPERATORS[name]
-        for description in [each for each in descriptions if each is not None and not each.is_sequential][:3]:
-            repeat(name, operator, description, 1 << 18, num_turns=2 * (STARTS + 3 * NUM_TURNS))
-    assert MEASURED.num > 0
-    report("chosen kernels")
-
-
-def repeat(name: str, operator: Operator, description: ScheduleDescription, num_rows: int, num_turns: int = 12) -> None:
+def repeat(name: str, operator: Operator, description: ScheduleDescription, num_rows: int) -> None:
     """Two sets of numbers in turn at the same addresses: the first of each is issued call by call. Memory that torch gives
     back meanwhile and takes anew may come at the same addresses."""
     rank = dist.get_rank()
     numbers = [operands(name, num_rows, seed) for seed in (3, 4)]
     left, weight = (each[rank].clone().requires_grad_() for each in numbers[0])
     first: list[list[torch.Tensor]] = []
-    for turn in range(num_turns):
+    for turn in range(NUM_CALLS):
         lefts, weights = numbers[turn % 2]
         with torch.no_grad():
             left.copy_(lefts[rank])
@@ -270,7 +257,6 @@ def random_numbers() -> None:
 def failed_recording() -> None:
     """A recording that ends with an error, and one that CUDA ends, leave torch as it was, and calls are issued."""
     rank, multiply = dist.get_rank(), torch.mm
-    os.environ[SWITCH] = "0"  # torch's own kernels, which the test disturbs
     lefts, weights = operands("all_gather_matmul", 512, seed=8)
     wanted = reference("all_gather_matmul", lefts, weights, rank)
     for disturb in (run_out_of_memory, torch.cuda.synchronize):
@@ -435,7 +421,6 @@ SECTIONS = {
         captured,
         launch_order,
         recorded,
-        chosen_kernels,
         random_numbers,
         failed_recording,
         stress,
