@@ -5,7 +5,8 @@
 Needs no GPU. A pick counts as the best within 0.5 % and within 1 % of the fastest schedule that was measured, sequential
 included; and within the spread, where the two measured intervals (median +- half the interquartile range) meet. Regret is
 how much longer the pick takes than the fastest. `peer / picked` is the geometric mean of the time of PyTorch's fused
-operator over that of the pick; `slower than peer` counts the picks for which that is below 1.
+operator over that of the pick; `slower than peer` counts the picks for which that is below 1. A case whose pick was not
+timed is left out.
 
 --leave-one-out fits the constants of schedules once for each of the 24 shapes, without it, from the same rough start
 (benchmarks/heuristic_fit.py), and picks for it with those. It takes two or three minutes on 2 cores. Shapes that a seed drew
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from benchmarks.conditions import store
 from benchmarks.heuristic_cases import (
-    CHOSEN,
+    AGAIN,
     OPERATIONS,
     SEEDED,
     SEEDED_ON_H100,
@@ -30,6 +31,7 @@ from benchmarks.heuristic_cases import (
     Case,
     all_cases,
     by_seed,
+    seed_of,
     stored_cases,
     stored_entries,
 )
@@ -65,8 +67,9 @@ class Choice(NamedTuple):
 
 
 def choices(cases: Iterable[Case], costs: Costs = DEFAULT_COSTS) -> list[Choice]:
-    """The pick for each case."""
-    return [Choice(case, pick_schedule(case.problem, case.machine, "forward", costs).description.label()) for case in cases]
+    """The pick for each case, but for cases whose pick was not timed."""
+    picked = ((case, pick_schedule(case.problem, case.machine, "forward", costs).description.label()) for case in cases)
+    return [Choice(case, label) for case, label in picked if label in case.times_us]
 
 
 def figures(chosen: list[Choice]) -> dict[str, float]:
@@ -125,7 +128,7 @@ def evaluation() -> dict[str, object]:
     """The result without leave-one-out."""
     chosen = choices(all_cases())
     unseen = {part: choices(stored_cases(2, name)) for part, name in UNSEEN.items()}
-    unseen["H100, kernels chosen"] = choices(all_cases(CHOSEN))
+    unseen |= {part: choices(all_cases(stored)) for part, stored in AGAIN.items()}
     seeded = {seed: choices(cases) for seed, cases in by_seed(all_cases(SEEDED)).items()}
     unseen |= {f"H100, {seed}": choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED_ON_H100)).items()}
     of_unseen = {
@@ -147,12 +150,13 @@ def evaluation() -> dict[str, object]:
 
 def picked_when_measured() -> dict[str, list[Choice]]:
     """What was picked for the shapes of each seed by the heuristic that was in force when they were measured."""
-    cases = {(case.op, case.shape): case for case in all_cases(SEEDED)}
-    entries = [entry for name in SEEDED.values() for entry in stored_entries(name)]
-    chosen = [Choice(cases[entry["op"], entry["shape"]["name"]], entry["picked"]) for entry in entries]
-    return {
-        seed: [each for each in chosen if each.case in of_seed] for seed, of_seed in by_seed(list(cases.values())).items()
-    }
+    measured = [
+        Choice(case, entry["picked"])
+        for num_gpus, name in SEEDED.items()
+        for case, entry in zip(stored_cases(num_gpus, name), stored_entries(name), strict=True)
+    ]
+    seeds = dict.fromkeys(seed_of(each.case) for each in measured)
+    return {seed: [each for each in measured if seed_of(each.case) == seed] for seed in seeds}
 
 
 def without(shape: str) -> tuple[dict[str, float], list[str]]:

@@ -17,8 +17,11 @@ STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
 LONE = (STORED[2], "ops_grid_first_4x_h200.json")  # whose lone matmuls the constants are fitted to
 # No part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
 UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "H100": "ops_grid_2x_h100.json"}
-# Matmuls by chosen kernels; those of 4 GPUs had a part in the order of preference
-CHOSEN = {2: "ops_grid_chosen_2x_h100.json", 4: "ops_grid_chosen_4x_h100.json"}
+# The layers again on other machines, on 2026-11-27
+AGAIN = {
+    "H200, again": {2: "ops_grid_again_2x_h200.json", 4: "ops_grid_again_4x_h200.json"},
+    "H100, again": {2: "ops_grid_again_2x_h100.json", 4: "ops_grid_4x_h100.json"},
+}
 # Shapes that seeds drew, by the number of H200s
 SEEDED = {2: "ops_seeded_2x_h200.json", 4: "ops_seeded_4x_h200.json"}
 SEEDED_ON_H100 = "ops_seeded_2x_h100.json"

@@ -18,10 +18,10 @@ from counterpoint.value import Value
 
 LEAST_BLOCK_BYTES = 2 * MIB  # assumption: below this, chunks take only latency and host time
 # Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
-# shapes). Of near ties the first is taken: few pieces where rows are gathered, for more than two ranks the fewest, and one
-# after the other (4 H100s, too); eight in rings on two and on four ranks, as under the power limit they were faster than
-# estimated. Reductions of more than two ranks leave `all_peers` out: nothing keeps its copies in step, so they meet at the
-# ports, and took up to 30 % longer than rings on 4 H200s.
+# shapes). Of near ties the first is taken: few pieces where rows are gathered, many in rings of two ranks, and eight in
+# rings of four, as under the power limit they were faster than estimated. Reductions of more than two ranks leave
+# `all_peers` out: nothing keeps its copies in step, so they meet at the ports, and took up to 30 % longer than rings on 4
+# H200s.
 GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=1),
     ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
@@ -29,7 +29,6 @@ GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=4),
     ScheduleDescription(pattern="one_peer", chunks=1, matmul="rest"),
 )
-GATHERING_FOR_MANY = (GATHERING[4], GATHERING[1], GATHERING[0], *GATHERING[2:4])
 REDUCING = (
     ScheduleDescription(pattern="ring", chunks=4),
     ScheduleDescription(pattern="ring", chunks=2),
@@ -43,6 +42,13 @@ REDUCING_FOR_MANY = (
     ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
+# Of a reduction whose rows are too few to be cut further: one piece for each rank, as in PyTorch's fused operator
+UNDIVIDED = ScheduleDescription(pattern="one_peer", chunks=1)
+# If half a block is larger, rings of more than two ranks cut a block into four pieces also where this is estimated to take
+# up to that much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.5 % less in
+# the mean, where 0.3 to 0.8 % more were estimated. The reason is not known.
+LARGE_PIECE_BYTES = 64 * MIB
+LARGE_PIECE_TIE = 0.01
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
@@ -70,13 +76,15 @@ def candidate_descriptions(
     peers at once, on a stream for each. Behind a switch, one copy at a time saturates a rank's port, and several only share
     it.
     """
-    definition = scheduled_pass(problem.operation, direction)
-    only_reduces = definition.is_reduction and definition.gathered is None
-    gathering, reducing = (GATHERING, REDUCING) if problem.num_ranks == 2 else (GATHERING_FOR_MANY, REDUCING_FOR_MANY)
-    found: tuple[ScheduleDescription, ...] = reducing if only_reduces else gathering
+    only_reduces = _only_reduces(problem, direction)
+    found: tuple[ScheduleDescription, ...] = GATHERING
+    if only_reduces:
+        found = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
     is_direct = machine.link.topology != "switch" and problem.num_ranks > 2
     if is_direct:
-        found = REDUCING_FOR_MANY[:1] if only_reduces else GATHERING[:1]
+        found = found[:1]
+    elif _prefers_small_pieces(problem, direction):
+        found = (*found[1::-1], *found[2:])
     if direction == "backward":  # some of them are equal in backward
         found = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in found))
     if not is_direct:
@@ -99,20 +107,41 @@ def rank_candidates(
 
 
 def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    candidates = []
-    for description in candidate_descriptions(problem, machine, direction):
+    """Return the candidates; if none of them promises a gain, also the undivided form of a reduction."""
+
+    def estimated(description: ScheduleDescription) -> RankedSchedule:
         schedule = make_schedule(problem, description, direction)
-        estimated_us = estimate(schedule, problem, machine, costs).makespan_us
-        candidates.append(RankedSchedule(description=description, estimated_us=estimated_us))
+        return RankedSchedule(description=description, estimated_us=estimate(schedule, problem, machine, costs).makespan_us)
+
+    candidates = [estimated(each) for each in candidate_descriptions(problem, machine, direction)]
+    enough_us = (1 - LEAST_ESTIMATED_GAIN) * estimate_sequential(problem, machine, costs, direction=direction)
+    if all(each.estimated_us > enough_us for each in candidates) and _only_reduces(problem, direction):
+        undivided = UNDIVIDED if direction == "forward" else backward_description(problem.operation, UNDIVIDED)
+        candidates += [] if any(each.description == undivided for each in candidates) else [estimated(undivided)]
     return candidates
+
+
+def _prefers_small_pieces(problem: Problem, direction: Pass) -> bool:
+    """Return whether a reduction of more than two ranks would have pieces above `LARGE_PIECE_BYTES`."""
+    is_large = _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES
+    return is_large and problem.num_ranks > 2 and _only_reduces(problem, direction)
+
+
+def _most_block_bytes(problem: Problem) -> int:
+    """Return what the ranks with the largest blocks send to a peer."""
+    return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
+
+
+def _only_reduces(problem: Problem, direction: Pass) -> bool:
+    definition = scheduled_pass(problem.operation, direction)
+    return definition.is_reduction and definition.gathered is None
 
 
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
     """Return the description to use for these sizes on this machine; it may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="a single rank exchanges no rows")
-    most_rows = -(-problem.num_rows // problem.num_ranks)  # of the ranks whose blocks are the largest
-    block_bytes = most_rows * num_sent_columns(problem) * problem.element_bytes
+    block_bytes = _most_block_bytes(problem)
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(
@@ -122,10 +151,11 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
         )
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     least_us = min(each.estimated_us for each in candidates)
-    taken = next(each for each in candidates if each.estimated_us <= (1 + NEAR_TIE) * least_us)
+    tie = LARGE_PIECE_TIE if _prefers_small_pieces(problem, direction) else NEAR_TIE
+    taken = next(each for each in candidates if each.estimated_us <= (1 + tie) * least_us)
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     estimated = f"estimated {format_us(taken.estimated_us)} against {format_us(sequential_us)} one after the other"
     if taken.estimated_us > (1 - LEAST_ESTIMATED_GAIN) * sequential_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")
-    tie = f", preferred to schedules within {format_percent(NEAR_TIE)} of it" if taken.estimated_us > least_us else ""
-    return Pick(description=taken.description, reason=estimated + tie)
+    preferred = f", preferred to schedules within {format_percent(tie)} of it" if taken.estimated_us > least_us else ""
+    return Pick(description=taken.description, reason=estimated + preferred)
