@@ -1,6 +1,9 @@
 """The paper's grid measured on a graph in memory: its rows, what they say of each control, and that everything is freed."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from counterpoint import ideal_us, load_machine
 from counterpoint.cuda.graph import AbstractExecutable, GraphNode
@@ -22,6 +25,7 @@ from counterpoint.paper.grid import (
 from counterpoint.paper.values import CHOICE, COPY_ENGINES, PLAIN, SEQUENTIAL, Energy, PaperResult, PaperRow
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.planner.ideal import scale_of
+from counterpoint.report.paper import print_paper
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Footprint, Step
 from counterpoint.units import MIB
@@ -191,8 +195,12 @@ def test_a_choice_that_moves_sums_is_a_row_like_the_others() -> None:
     assert rows[CHOICE].simulated_us == rows[COPY_ENGINES].simulated_us
 
 
-def test_without_copies_in_store_there_is_no_such_row() -> None:
-    assert COPY_ENGINES not in {row.label for row in Bench().measure().rows}
+def test_without_copies_in_store_there_is_no_such_row_and_the_report_says_why() -> None:
+    result = Bench().measure()
+    assert COPY_ENGINES not in {row.label for row in result.rows}
+    console = Console(file=io.StringIO(), width=200)
+    print_paper(console, result)
+    assert "copy engines were left out: no copies were prepared" in console.file.getvalue()
 
 
 def test_outputs_that_differ_from_plain_overlaps_are_reported() -> None:

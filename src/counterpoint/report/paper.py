@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from counterpoint.paper.accuracy import simulation_accuracy
-from counterpoint.paper.values import PLAIN, SEQUENTIAL, PaperResult, PaperRow, Sweep, SweepPoint
+from counterpoint.paper.values import COPY_ENGINES, PLAIN, SEQUENTIAL, PaperResult, PaperRow, Sweep, SweepPoint
 from counterpoint.report.text import bullets, new_table
 from counterpoint.units import format_change, format_percent, format_span, format_us
 from counterpoint.validation.bounds import ErrorBounds
@@ -34,6 +34,9 @@ def print_paper(console: Console, result: PaperResult, bounds: ErrorBounds | Non
     console.print(table)
     origin = result.choice.expectation.origin if result.choice.expectation else "simulated"
     console.print(Text(f"planner's choice ({origin}): {result.choice.verdict}  {result.choice.summary}"))
+    if all(row.label != COPY_ENGINES for row in result.rows):
+        reasons = dict.fromkeys(each.reason for each in result.choice.refusals if each.control == "transport")
+        console.print(bullets(Text(f"copy engines were left out: {reason}") for reason in reasons))
     _print_accuracy(console, result)
     if bounds:
         console.print(Text(bounds.note, style="dim"))
