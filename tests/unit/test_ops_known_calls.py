@@ -1,5 +1,7 @@
 """What calls of the same shapes have in common is found once, told apart from what differs, and forgotten when it goes."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from counterpoint.plan import LEAVE_IT
@@ -120,6 +122,23 @@ def test_calls_that_the_library_ran_across_hosts_are_counted_with_the_reason(mon
     assert operator_call.calls_of(name).by_reason[ACROSS] == 3
     assert overlapped.library_reason == ACROSS
     assert f"2 calls by the library ({ACROSS})" in str(overlapped)
+
+
+def test_calls_that_were_replayed_are_counted_among_those_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapped = pytest.importorskip("counterpoint.integrations.overlapped").Overlapped(is_on=True)
+    job_paths = pytest.importorskip("counterpoint.integrations.job_paths")
+    overlapped.take("up", torch.nn.Linear(2, 2), lambda: None, dist.group.WORLD.group_name)
+    left, weight = torch.randn(4, 3), torch.randn(3, 2)
+    ops.all_gather_matmul(left, weight)
+    (known,) = runtime.known_calls().values()
+    replays = iter([False, True, True])
+    prepared = SimpleNamespace(run=lambda *_: next(replays), is_by_library=False, num_sent_bytes=5)
+    monkeypatch.setattr(known, "_picked", SimpleNamespace(prepared=prepared, last_call=0))
+    for _ in range(3):
+        ops.all_gather_matmul(left, weight)
+    assert (overlapped.num_by_copies, overlapped.num_replayed) == (3, 2)
+    assert "3 calls by copies (2 replayed from recordings), which sent 15 B" in str(overlapped)
+    assert job_paths._tally_of(overlapped) == (3, 0, 2, overlapped.num_by_library, 15)
 
 
 def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.controls import CommunicationCtas, Control, ScheduleChoice
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
+from counterpoint.integrations.paths import PathCounts
 from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
@@ -18,7 +20,7 @@ from counterpoint.schedule import SEQUENTIAL
 from counterpoint.supervised.applicable import plan_variables, variable_remarks
 from counterpoint.supervised.environment import IN_JOB, job_environment
 from counterpoint.supervised.process import Ended
-from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_process, prove_rule
+from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_paths, prove_process, prove_rule
 from counterpoint.supervised.run import RunOutcome, prove_setting
 from counterpoint.supervised.settings import LiveRecord, Setting, Stage, Totals, add_counters
 from helpers.live_job_double import NCCL, nccl, seen
@@ -306,3 +308,11 @@ def test_strict_is_not_content_where_the_agent_had_to_stop() -> None:
     record = LiveRecord(stage="stopped", notes=("rank 0 does not tune or guard (why)",))
     assert "(why)" in outcome_of(proof(0, 10), record=record).why_stopped
     assert not outcome_of(proof(0, 10), record=LiveRecord(stage="reverted", notes=("slower",))).why_stopped
+
+
+def test_the_proof_of_a_path_says_how_many_calls_needed_no_buffer_and_how_many_were_replayed() -> None:
+    counts = PathCounts(control="overlap_matmul", target="linears", num_by_copies=1200, num_replayed=1100, num_bytes=1 << 20)
+    (proof,) = prove_paths(Totals(paths=(counts,)))
+    assert (proof.num_applied, proof.engagement.found) == (1200, "1 MiB sent, 0 B held, 1,100 replayed")
+    (other,) = prove_paths(Totals(paths=(replace(counts, num_replayed=0, num_in_place=7),)))
+    assert other.engagement.found == "1 MiB sent, 0 B held, 7 in place"

@@ -7,6 +7,7 @@ them.
 """
 
 import gc
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
@@ -42,8 +43,8 @@ from counterpoint.units import format_count
 OLDEST_TORCH = (2, 11)
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and its target
-Counts = tuple[int, int, int, int]  # calls by copies, those of them in place, calls by the library, bytes
-NONE: Counts = (0, 0, 0, 0)
+Counts = tuple[int, ...]  # calls by copies, those of them in place, those replayed, calls by the library, bytes
+NONE: Counts = (0, 0, 0, 0, 0)
 
 
 @final
@@ -171,13 +172,14 @@ class TorchJobPaths(AbstractJobPaths):
         reasons = {key: counted.library_reason for key, counted in self._counting()}
         found = []
         for control, target in paths.targets:
-            by_copies, in_place, by_library, num_bytes = tally.get((control, target), NONE)
+            by_copies, in_place, replayed, by_library, num_bytes = tally.get((control, target), NONE)
             found.append(
                 PathCounts(
                     control=control,
                     target=target,
                     num_by_copies=by_copies,
                     num_in_place=in_place,
+                    num_replayed=replayed,
                     num_by_library=by_library,
                     num_bytes=num_bytes,
                     symmetric_bytes=symmetric_bytes,
@@ -212,16 +214,19 @@ class TorchJobPaths(AbstractJobPaths):
 
 
 def _tally_of(counted: Counting) -> Counts:
-    num_in_place = 0 if isinstance(counted, tensor_parallel.Overlapped) else counted.num_in_place
-    return counted.num_by_copies, num_in_place, counted.num_by_library, counted.num_bytes
+    if isinstance(counted, tensor_parallel.Overlapped):
+        num_in_place, num_replayed = 0, counted.num_replayed
+    else:
+        num_in_place, num_replayed = counted.num_in_place, 0
+    return counted.num_by_copies, num_in_place, num_replayed, counted.num_by_library, counted.num_bytes
 
 
 def _add(one: Counts, other: Counts) -> Counts:
-    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
+    return tuple(map(operator.add, one, other))
 
 
 def _subtract(one: Counts, other: Counts) -> Counts:
-    return one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3]
+    return tuple(map(operator.sub, one, other))
 
 
 def _obstacle() -> str:

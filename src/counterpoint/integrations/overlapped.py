@@ -19,6 +19,8 @@ from counterpoint.ops.operator_call import CallCounts, calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
 
+Figures = tuple[int, int, int, int]  # calls by copies, calls by the library, bytes, calls that were replayed
+
 
 @final
 class Overlapped:
@@ -35,7 +37,7 @@ class Overlapped:
         self.refused: dict[str, str] = {}
         self.switch = Switch(is_on=is_on)
         self._undo: list[Callable[[], object]] = []
-        self._counts: dict[str, tuple[CallCounts, tuple[int, int, int], Counter[str]]] = {}
+        self._counts: dict[str, tuple[CallCounts, Figures, Counter[str]]] = {}
         self._is_undone = False
 
     @property
@@ -65,6 +67,11 @@ class Overlapped:
     def num_bytes(self) -> int:
         """The bytes that this rank sent by copies."""
         return self._since(2)
+
+    @property
+    def num_replayed(self) -> int:
+        """The number of calls by copies that were replayed from a recording, which takes the host less."""
+        return self._since(3)
 
     @property
     def most_kept_bytes(self) -> int:
@@ -160,7 +167,8 @@ class Overlapped:
         by_copies, by_library = (format_count(number, "call") for number in (self.num_by_copies, self.num_by_library))
         sent = format_bytes(self.num_bytes)
         why = f" ({self.library_reason})" if self.num_by_library else ""
-        counts = f"  {by_copies} by copies, which sent {sent} from this rank; {by_library} by the library{why}"
+        replayed = f" ({self.num_replayed:,} replayed from recordings)" if self.num_replayed else ""
+        counts = f"  {by_copies} by copies{replayed}, which sent {sent} from this rank; {by_library} by the library{why}"
         kept = f"  arrived tokens are kept: a call makes up to {format_bytes(self.most_kept_bytes)} for its backward pass"
         return capped("\n".join([*lines, counts, *[kept] * self._keeps_tokens]))
 
@@ -174,8 +182,8 @@ class Overlapped:
         return found
 
 
-def _figures(counts: CallCounts) -> tuple[int, int, int]:
-    return counts.num_by_copies, counts.num_by_library, counts.num_bytes
+def _figures(counts: CallCounts) -> Figures:
+    return counts.num_by_copies, counts.num_by_library, counts.num_bytes, counts.num_replayed
 
 
 def _shortened(names: Iterable[str]) -> str:

@@ -76,14 +76,16 @@ UNKNOWN_OFFERS = (
 class PathCounts(Value, frozen=True, kw_only=True):
     """The counts of one control on one rank while certain paths were applied.
 
-    `num_in_place` of those by copies needed no flat buffer. `num_bytes` were sent by copies. `reason` is why the library
-    did most of the others. `symmetric_bytes` is the symmetric memory that this rank's GPU holds for all of them now.
+    `num_in_place` of those by copies needed no flat buffer, and `num_replayed` were replayed from recordings. `num_bytes`
+    were sent by copies. `reason` is why the library did most of the others. `symmetric_bytes` is the symmetric memory that
+    this rank's GPU holds for all of them now.
     """
 
     control: str
     target: str
     num_by_copies: int = 0
     num_in_place: int = 0
+    num_replayed: int = 0
     num_by_library: int = 0
     num_bytes: int = 0
     symmetric_bytes: int = 0

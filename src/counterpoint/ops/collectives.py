@@ -63,9 +63,10 @@ class Collectives(AbstractCompiledSchedule):
         self._longest = max(stop - start for start, stop in self._blocks)
         self._rank = self._group.rank()
 
-    def run(self, tensors: Tensors, weights: Weights) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> bool:
         """See `AbstractCompiledSchedule.run`."""
         self._sequential(self, tensors, weights)
+        return False
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Return all ranks' shards, one below the other."""

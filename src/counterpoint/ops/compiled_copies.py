@@ -101,7 +101,7 @@ class CompiledCopies(AbstractCompiledSchedule):
         self._issues: list[Issue] = []
         reserve_workspaces(shared.device)
 
-    def run(self, tensors: Tensors, weights: Weights) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> bool:
         """See `AbstractCompiledSchedule.run`."""
         shared = self._shared
         memory, order, recordings = shared.memory(), shared.order, shared.recordings
@@ -121,6 +121,7 @@ class CompiledCopies(AbstractCompiledSchedule):
             current = torch._C._cuda_getCurrentStream(shared.device.index), handle
             self._issue(self._call((operands, weights), current, self._branches, is_captured=order.is_in_capture))
         order.finish(handle)
+        return graph is not None
 
     def _recorded(self, key: Key, operands: Tensors, weights: Weights) -> Graph | None:
         """Record this call and return the recording, if the call was made often enough."""

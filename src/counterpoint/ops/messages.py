@@ -81,7 +81,7 @@ class CompiledMessages(AbstractCompiledSchedule):
             if step.action.kind not in ("begin", "end")
         ]
 
-    def run(self, tensors: Tensors, weights: Weights) -> None:
+    def run(self, tensors: Tensors, weights: Weights) -> bool:
         """See `AbstractCompiledSchedule.run`."""
         own = {buffer.name: self._own(buffer.name) for buffer in self._schedule.buffers if buffer.home != "given"}
         everything = {**own, **with_slices(tensors, self._schedule.buffers)}
@@ -92,6 +92,7 @@ class CompiledMessages(AbstractCompiledSchedule):
                 self._receive(step, everything)
             else:
                 self._send(step, everything)
+        return False
 
     def _own(self, name: str) -> torch.Tensor:
         """Return a new local buffer, or a symmetric one in the memory that all schedules share."""

@@ -31,18 +31,18 @@ class TorchPass(NamedTuple):
 
 @final
 class CallCounts:
-    """Calls of operators so far, forward and backward: the calls whose rows were copied, and the bytes that they sent from
-    this rank; the calls that ran the library's collective, and their number by reason. `most_kept_bytes`: the most that one
-    forward call of experts made for its backward pass.
+    """Calls of operators so far, forward and backward: the calls whose rows were copied, how many of them were replayed from
+    recordings, and the bytes that they sent from this rank; the calls that ran the library's collective, and their number
+    by reason. `most_kept_bytes`: the most that one forward call of experts made for its backward pass.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
     """
 
-    __slots__ = ("by_reason", "most_kept_bytes", "num_by_copies", "num_by_library", "num_bytes")
+    __slots__ = ("by_reason", "most_kept_bytes", "num_by_copies", "num_by_library", "num_bytes", "num_replayed")
 
     def __init__(self) -> None:
-        self.num_by_copies = self.num_by_library = self.num_bytes = self.most_kept_bytes = 0
+        self.num_by_copies = self.num_replayed = self.num_by_library = self.num_bytes = self.most_kept_bytes = 0
         self.by_reason: dict[str, int] = {}
 
     def add_library(self, reason: str) -> None:
@@ -54,13 +54,14 @@ class CallCounts:
         """Note what a forward call made for its backward pass."""
         self.most_kept_bytes = max(self.most_kept_bytes, num_bytes)
 
-    def add(self, picked: PickedSchedule) -> None:
+    def add(self, picked: PickedSchedule, *, is_replayed: bool) -> None:
         """Count a call that ran this schedule."""
         prepared = picked.prepared
         if prepared.is_by_library:
             self.add_library(picked.pick.reason)
         else:
             self.num_by_copies += 1
+            self.num_replayed += is_replayed
             self.num_bytes += prepared.num_sent_bytes
 
 
@@ -93,8 +94,8 @@ class KnownCall:
         """Run the call that has begun, and return its results."""
         first, prepared = given[0], self._picked.prepared
         results = [first.new_empty_strided(*each) for each in self._results]
-        prepared.run(dict(zip(self._names, (*given, *results), strict=True)), weights)
-        self._counts.add(self._picked)
+        is_replayed = prepared.run(dict(zip(self._names, (*given, *results), strict=True)), weights)
+        self._counts.add(self._picked, is_replayed=is_replayed)
         return results
 
 

@@ -39,8 +39,9 @@ class AbstractCompiledSchedule(ABC):
     is_by_library = False
 
     @abstractmethod
-    def run(self, tensors: Tensors, weights: Weights) -> None:
-        """Issue one call: `tensors` holds the given and result buffers by name; results are filled in.
+    def run(self, tensors: Tensors, weights: Weights) -> bool:
+        """Issue one call, and return whether it was replayed from a recording. `tensors` holds the given and result buffers
+        by name; results are filled in.
 
         Several weights are handled together: as many products of the same rows, or the sum of as many matrices'
         products.

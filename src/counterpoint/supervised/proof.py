@@ -75,6 +75,8 @@ def _prove_path(counts: PathCounts) -> ControlProof:
     found = f"{format_bytes(counts.num_bytes)} sent, {format_bytes(counts.symmetric_bytes)} held"
     if counts.num_in_place:
         found += f", {counts.num_in_place:,} in place"
+    if counts.num_replayed:
+        found += f", {counts.num_replayed:,} replayed"
     engagement = Engagement(
         control=counts.control,
         target=counts.target,
