@@ -240,6 +240,39 @@ def test_the_last_wait_for_flags_flushes_remote_writes_where_the_gpu_can(driver:
         assert [(each.writeValue.value, each.writeValue.flags) for each in lowered] == [(0, 0), (0, 0)]
 
 
+@pytest.mark.usefixtures("driver")
+def test_a_call_says_whether_it_was_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls at two sets of addresses in turn: the third of each is recorded."""
+    compiled_copies = importlib.import_module("counterpoint.ops.compiled_copies")
+    graph_cache = importlib.import_module("counterpoint.ops.graph_cache")
+    memory, ran, order = object(), [], MagicMock(is_in_capture=False)
+    shared = SimpleNamespace(
+        memory=lambda: memory,
+        order=order,
+        recordings=graph_cache.Recordings(is_enabled=True),
+        device=SimpleNamespace(index=0),
+    )
+    copies = object.__new__(compiled_copies.CompiledCopies)
+    for name, value in {"shared": shared, "memory": memory, "may_be_recorded": True, "branches": None}.items():
+        setattr(copies, f"_{name}", value)
+    copies._sliced, copies._local = [], []
+    monkeypatch.setattr(graph_cache, "Allocations", lambda _: SimpleNamespace(are_present=lambda: True))
+    for name in ("_cuda_getCurrentRawStream", "_cuda_getCurrentStream", "_cuda_tunableop_is_enabled"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    for name, made in {
+        "_call": lambda *_, **__: None,
+        "_issue": lambda *_: ran.append("issued"),
+        "_record": lambda *_: SimpleNamespace(replay=lambda: ran.append("replayed")),
+    }.items():
+        monkeypatch.setattr(compiled_copies.CompiledCopies, name, made)
+    operands, weight = [torch.ones(2, 4), torch.ones(2, 4)], torch.ones(4, 4)
+    said = [copies.run({"shard": operands[number % 2]}, [weight]) for number in range(8)]
+    assert ran == ["issued"] * 4 + ["replayed"] * 4
+    assert said == [how == "replayed" for how in ran]
+    order.is_in_capture = True
+    assert not copies.run({"shard": operands[0]}, [weight]), "a call that its caller captures is issued"
+
+
 @pytest.mark.parametrize(
     ("gpu", "says"),
     [

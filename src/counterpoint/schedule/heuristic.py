@@ -42,10 +42,12 @@ REDUCING_FOR_MANY = (
     ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
-# Of a reduction whose rows are too few to be cut further: one piece for each rank, as in PyTorch's fused operator
+# One piece for each rank, as in PyTorch's fused operator: for reductions of more than two ranks of which no candidate
+# promises that gain over `sequential`, since their rows are too few to be cut further
 UNDIVIDED = ScheduleDescription(pattern="one_peer", chunks=1)
+LEAST_GAIN_OF_PIECES = 0.03
 # If half a block is larger, rings of more than two ranks cut a block into four pieces also where this is estimated to take
-# up to that much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.5 % less in
+# up to that much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.8 % less in
 # the mean, where 0.3 to 0.8 % more were estimated. The reason is not known.
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
@@ -83,7 +85,7 @@ def candidate_descriptions(
     is_direct = machine.link.topology != "switch" and problem.num_ranks > 2
     if is_direct:
         found = found[:1]
-    elif _prefers_small_pieces(problem, direction):
+    elif _prefers_small_pieces(problem, machine, direction):
         found = (*found[1::-1], *found[2:])
     if direction == "backward":  # some of them are equal in backward
         found = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in found))
@@ -107,34 +109,38 @@ def rank_candidates(
 
 
 def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    """Return the candidates; if none of them promises a gain, also the undivided form of a reduction."""
+    """Return the candidates; if pieces hardly pay, also the undivided form of a reduction."""
 
     def estimated(description: ScheduleDescription) -> RankedSchedule:
         schedule = make_schedule(problem, description, direction)
         return RankedSchedule(description=description, estimated_us=estimate(schedule, problem, machine, costs).makespan_us)
 
     candidates = [estimated(each) for each in candidate_descriptions(problem, machine, direction)]
-    enough_us = (1 - LEAST_ESTIMATED_GAIN) * estimate_sequential(problem, machine, costs, direction=direction)
-    if all(each.estimated_us > enough_us for each in candidates) and _only_reduces(problem, direction):
-        undivided = UNDIVIDED if direction == "forward" else backward_description(problem.operation, UNDIVIDED)
-        candidates += [] if any(each.description == undivided for each in candidates) else [estimated(undivided)]
+    if _is_reduction_of_many(problem, machine, direction):
+        enough_us = (1 - LEAST_GAIN_OF_PIECES) * estimate_sequential(problem, machine, costs, direction=direction)
+        if all(each.estimated_us > enough_us for each in candidates):
+            candidates.append(estimated(UNDIVIDED))
     return candidates
 
 
-def _prefers_small_pieces(problem: Problem, direction: Pass) -> bool:
-    """Return whether a reduction of more than two ranks would have pieces above `LARGE_PIECE_BYTES`."""
-    is_large = _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES
-    return is_large and problem.num_ranks > 2 and _only_reduces(problem, direction)
+def _prefers_small_pieces(problem: Problem, machine: Machine, direction: Pass) -> bool:
+    """Return whether halves of blocks would be larger than `LARGE_PIECE_BYTES`, in a reduction for which that matters."""
+    return _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES and _is_reduction_of_many(problem, machine, direction)
 
 
-def _most_block_bytes(problem: Problem) -> int:
-    """Return what the ranks with the largest blocks send to a peer."""
-    return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
+def _is_reduction_of_many(problem: Problem, machine: Machine, direction: Pass) -> bool:
+    """Return whether a pass only reduces, over more than two ranks behind a switch."""
+    return problem.num_ranks > 2 and machine.link.topology == "switch" and _only_reduces(problem, direction)
 
 
 def _only_reduces(problem: Problem, direction: Pass) -> bool:
     definition = scheduled_pass(problem.operation, direction)
     return definition.is_reduction and definition.gathered is None
+
+
+def _most_block_bytes(problem: Problem) -> int:
+    """Return what the ranks with the largest blocks send to a peer."""
+    return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
 
 
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
@@ -151,11 +157,16 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
         )
     candidates = _in_order_of_preference(problem, machine, direction, costs)
     least_us = min(each.estimated_us for each in candidates)
-    tie = LARGE_PIECE_TIE if _prefers_small_pieces(problem, direction) else NEAR_TIE
-    taken = next(each for each in candidates if each.estimated_us <= (1 + tie) * least_us)
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
-    estimated = f"estimated {format_us(taken.estimated_us)} against {format_us(sequential_us)} one after the other"
-    if taken.estimated_us > (1 - LEAST_ESTIMATED_GAIN) * sequential_us:
-        return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {estimated}")
+    enough_us = (1 - LEAST_ESTIMATED_GAIN) * sequential_us
+
+    def reason_for(estimated_us: float) -> str:
+        return f"estimated {format_us(estimated_us)} against {format_us(sequential_us)} one after the other"
+
+    if least_us > enough_us:
+        return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {reason_for(least_us)}")
+    tie = LARGE_PIECE_TIE if _prefers_small_pieces(problem, machine, direction) else NEAR_TIE
+    most_us = min((1 + tie) * least_us, enough_us)
+    taken = next(each for each in candidates if each.estimated_us <= most_us)
     preferred = f", preferred to schedules within {format_percent(tie)} of it" if taken.estimated_us > least_us else ""
-    return Pick(description=taken.description, reason=estimated + preferred)
+    return Pick(description=taken.description, reason=reason_for(taken.estimated_us) + preferred)

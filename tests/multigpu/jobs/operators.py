@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from counterpoint import ops
 from counterpoint.cuda.ranks import join_ranks, wait_until_all_leave
+from counterpoint.ops.operator_call import calls_of
 from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
@@ -203,7 +204,7 @@ def recorded() -> None:
 def repeat(name: str, operator: Operator, description: ScheduleDescription, num_rows: int) -> None:
     """Two sets of numbers in turn at the same addresses: the first of each is issued call by call. Memory that torch gives
     back meanwhile and takes anew may come at the same addresses."""
-    rank = dist.get_rank()
+    rank, num_replayed = dist.get_rank(), calls_of(dist.group.WORLD.group_name).num_replayed
     numbers = [operands(name, num_rows, seed) for seed in (3, 4)]
     left, weight = (each[rank].clone().requires_grad_() for each in numbers[0])
     first: list[list[torch.Tensor]] = []
@@ -226,6 +227,7 @@ def repeat(name: str, operator: Operator, description: ScheduleDescription, num_
         for each, wanted in zip(found, first[turn % 2], strict=True):
             assert torch.equal(each, wanted), (name, description.label(), num_rows, turn)
     assert num_recordings() > before, (name, description.label(), num_rows, "is not recorded")
+    assert calls_of(dist.group.WORLD.group_name).num_replayed > num_replayed, (name, description.label(), "is not counted")
 
 
 def random_numbers() -> None:
