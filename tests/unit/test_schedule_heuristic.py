@@ -214,6 +214,11 @@ def test_a_piece_starts_later_only_where_sms_become_free_one_after_the_other() -
     assert uneven.run(10.0, staggered, 0.0) == pytest.approx(20.0)  # all are free by then
     uneven.run(0.0, Piece(num_tiles=2, tile_us=10.0, start_us=0.0), 0.0)
     assert uneven.run(0.0, staggered, 0.0) == pytest.approx(43.0)
+    nearly_even, many = Sms(100), Piece(num_tiles=100, tile_us=10.0, start_us=0.0, stagger_us=3.0)
+    nearly_even.run(0.0, Piece(num_tiles=98, tile_us=10.0, start_us=0.0), 0.0)
+    assert nearly_even.run(10.0, many, 0.0) == pytest.approx(20.0)
+    nearly_even.run(20.0, Piece(num_tiles=98, tile_us=10.0, start_us=0.0), 0.0)
+    assert nearly_even.run(20.0, many, 0.0) == pytest.approx(40.0 + 3.0 * 0.2), "2 of 100 SMs are early: a fifth of the loss"
 
 
 def test_a_sum_leaves_the_sms_to_matmuls_and_only_the_last_one_delays_the_end() -> None:
