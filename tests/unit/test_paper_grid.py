@@ -21,6 +21,7 @@ from counterpoint.paper.grid import (
     simulate_paper,
     simulated_rows,
     sweep_plans,
+    why_no_copies,
 )
 from counterpoint.paper.values import CHOICE, COPY_ENGINES, PLAIN, SEQUENTIAL, Energy, PaperResult, PaperRow
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
@@ -201,6 +202,10 @@ def test_without_copies_in_store_there_is_no_such_row_and_the_report_says_why() 
     console = Console(file=io.StringIO(), width=200)
     print_paper(console, result)
     assert "copy engines were left out: no copies were prepared" in console.file.getvalue()
+    bench = Bench()
+    assert why_no_copies(ReplayDouble(bench.overlapped, READ, clock)) == "no copies were prepared"
+    able = Bench(obstacles={2: ""})
+    assert why_no_copies(ReplayDouble(able.overlapped, READ, clock)) == ""
 
 
 def test_outputs_that_differ_from_plain_overlaps_are_reported() -> None:

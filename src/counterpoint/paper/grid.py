@@ -195,14 +195,25 @@ def measure_variants(
 def _movable(overlapped: Replayable, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return the plans, with copy engines for all collectives that can be captured as copies, sums included, if any."""
     found = {label: plan for label, plan in plans.items() if label != COPY_ENGINES}
-    able = tuple(
-        index
-        for index, operation in enumerate(overlapped.read.step.operations)
-        if isinstance(operation, Collective) and not overlapped.graph.obstacle_to_copies(overlapped.read.nodes[index])
-    )
+    able = tuple(index for index, obstacle in _obstacles(overlapped).items() if not obstacle)
     if able:
         found[COPY_ENGINES] = _plan([(Match(operations=able), MOVED)])
     return found
+
+
+def why_no_copies(overlapped: Replayable) -> str:
+    """Return why no collective of a captured step can be captured as copies; nothing if some can, or if there are none."""
+    obstacles = list(_obstacles(overlapped).values())
+    return obstacles[0] if all(obstacles) and obstacles else ""
+
+
+def _obstacles(overlapped: Replayable) -> dict[int, str]:
+    """Return why collectives cannot be captured as copies, by operation; nothing for those that can."""
+    return {
+        index: overlapped.graph.obstacle_to_copies(overlapped.read.nodes[index])
+        for index, operation in enumerate(overlapped.read.step.operations)
+        if isinstance(operation, Collective)
+    }
 
 
 def _measured_rows(

@@ -15,7 +15,7 @@ from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks, with_stages
-from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants
+from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants, why_no_copies
 from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
 from counterpoint.paper.workloads import (
     PaperWorkload,
@@ -94,8 +94,9 @@ def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False)
     with _captured(described, with_energy) as (overlapped, readings, forms):
         machine = machine_of(overlapped)
         rows, ideal_us = measure_variants(overlapped, machine, readings, forms=forms, num_rounds=num_rounds)
+        obstacle = why_no_copies(overlapped)
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
-    return machine.name, point.with_rows(rows, ideal_us)
+    return machine.name, point.with_rows(rows, ideal_us, f"copy engines were left out: {obstacle}" if obstacle else "")
 
 
 @contextmanager

@@ -75,7 +75,8 @@ class PaperResult(Value, frozen=True, kw_only=True):
 class SweepPoint(Value, frozen=True, kw_only=True):
     """One value of a sweep's axis: `setting` is the requested value, with a row for each variant.
 
-    `why_left_out` states why there are no rows, for example because a CTA does not fit an SM of the machine.
+    `why_left_out` states why there are no rows, for example because a CTA does not fit an SM of the machine, or no row of
+    copy engines.
     """
 
     setting: str
