@@ -15,9 +15,9 @@ OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
 # Calls were replayed as CUDA graphs, as repeated calls are.
 STORED = {2: "ops_grid_2x_h200.json", 4: "ops_grid_4x_h200.json"}
 LONE = (STORED[2], "ops_grid_first_4x_h200.json")  # whose lone matmuls the constants are fitted to
-# No part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
+# On 2 GPUs; no part of any fit. Rings of H100s add to what arrived, and those of H200s placed it first
 UNSEEN = {"GEMMs": "ops_gemms_2x_h200.json", "H100": "ops_grid_2x_h100.json"}
-# The layers again on other machines, on 2026-11-27
+# The layers again on other machines, on 2026-11-27; those of 4 GPUs led to two rules
 AGAIN = {
     "H200, again": {2: "ops_grid_again_2x_h200.json", 4: "ops_grid_again_4x_h200.json"},
     "H100, again": {2: "ops_grid_again_2x_h100.json", 4: "ops_grid_4x_h100.json"},

@@ -102,7 +102,8 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     with Clocks() as clocks:
         status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
     found = LAST_HALF.search(output)
-    shown = ("counterpoint:", "priority", "head_start", "residency_cap", "overlap", "transport", "Operators are issued")
+    shown = ("counterpoint:", "priority", "head_start", "residency_cap", "overlap", "transport")
+    words = ("replayed", "issued call by call")  # in a table's second line, and behind a logger's own words
     return {
         "options": [Path(option).name for option in ours],
         "exit_status": status,
@@ -111,7 +112,7 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
         "ms_per_step": float(found[1]) if found else None,
         "quartiles_ms": [float(found[2]), float(found[3])] if found else None,
         "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", output),
-        "said": [line for line in errors.splitlines() if line.startswith(shown) or "replayed" in line],
+        "said": [line for line in errors.splitlines() if line.startswith(shown) or any(word in line for word in words)],
         "errors": "" if status == 0 else errors[-MOST_KEPT:],
     }
 

@@ -30,7 +30,7 @@ COMPUTE_32F, SCALE_32F = 68, 0
 DESCRIPTOR_TRANSPOSES = (3, 4)  # of the first and of the second operand
 PREFERENCE_WORKSPACE, PREFERENCE_REDUCTION, REDUCE_IN_COMPUTE_TYPE = 1, 3, 2
 PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)  # of both operands, of what is added, and of the sum
-TAKING = threading.Lock()  # for the workspace of a stream that has none yet
+TAKING = threading.Lock()  # for workspaces: several threads may have streams that have none yet
 ONE = ctypes.c_float(1.0)
 Handle = ctypes.c_void_p
 LOGGER = logging.getLogger("counterpoint")
@@ -125,8 +125,6 @@ def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     """Return the workspace of a stream, whose kernels run one after the other; in a capture one of that graph's own."""
     memory, taken = _reserved(device)
     if not torch.cuda.is_current_stream_capturing():
-        if stream in taken:
-            return taken[stream]
         with TAKING:
             if stream not in taken and len(taken) < NUM_WORKSPACES:
                 taken[stream] = memory[len(taken)]

@@ -33,7 +33,7 @@ from counterpoint.paper.values import (
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.candidates import HOLDS_US
 from counterpoint.planner.ideal import Scale, scale_of
-from counterpoint.planner.measured import NUM_ROUNDS, Replayable, tune_measured
+from counterpoint.planner.measured import NUM_ROUNDS, Replayable, able_as_copies, tune_measured
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
@@ -195,7 +195,7 @@ def measure_variants(
 def _movable(overlapped: Replayable, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Return the plans, with copy engines for all collectives that can be captured as copies, sums included, if any."""
     found = {label: plan for label, plan in plans.items() if label != COPY_ENGINES}
-    able = tuple(index for index, obstacle in _obstacles(overlapped).items() if not obstacle)
+    able, _ = able_as_copies(overlapped, Match(kind="communication"))
     if able:
         found[COPY_ENGINES] = _plan([(Match(operations=able), MOVED)])
     return found
@@ -203,17 +203,8 @@ def _movable(overlapped: Replayable, plans: Mapping[str, Plan]) -> dict[str, Pla
 
 def why_no_copies(overlapped: Replayable) -> str:
     """Return why no collective of a captured step can be captured as copies; nothing if some can, or if there are none."""
-    obstacles = list(_obstacles(overlapped).values())
-    return obstacles[0] if all(obstacles) and obstacles else ""
-
-
-def _obstacles(overlapped: Replayable) -> dict[int, str]:
-    """Return why collectives cannot be captured as copies, by operation; nothing for those that can."""
-    return {
-        index: overlapped.graph.obstacle_to_copies(overlapped.read.nodes[index])
-        for index, operation in enumerate(overlapped.read.step.operations)
-        if isinstance(operation, Collective)
-    }
+    able, obstacles = able_as_copies(overlapped, Match(kind="communication"))
+    return "" if able else next(iter(obstacles), "")
 
 
 def _measured_rows(

@@ -190,7 +190,7 @@ def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[t
         if MOVED not in directive.controls:
             kept.append(directive)
             continue
-        able, found = _able(captured, directive.match)
+        able, found = able_as_copies(captured, directive.match)
         obstacles |= found
         if able:
             kept.append(replace(directive, match=replace(directive.match, ordinals=None, operations=able)))
@@ -198,8 +198,8 @@ def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[t
     return (tuple(kept), []) if is_moving or not obstacles else ((), list(obstacles.values()))
 
 
-def _able(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str, Refusal]]:
-    """Return the matched operations that may be captured as copies; for the others, each reason once."""
+def able_as_copies(captured: Replayable, match: Match) -> tuple[tuple[int, ...], dict[str, Refusal]]:
+    """Return the matched collectives that can be captured as copies; for the others, each reason once."""
     able: list[int] = []
     obstacles: dict[str, Refusal] = {}
     for index in match.accepted(captured.read.step):

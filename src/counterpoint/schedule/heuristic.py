@@ -51,6 +51,7 @@ LEAST_GAIN_OF_PIECES = 0.03
 # the mean, where 0.3 to 0.8 % more were estimated. The reason is not known.
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
+REDUCING_LARGE_BLOCKS = (REDUCING_FOR_MANY[1], REDUCING_FOR_MANY[0], *REDUCING_FOR_MANY[2:])
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
@@ -78,26 +79,22 @@ def candidate_descriptions(
     peers at once, on a stream for each. Behind a switch, one copy at a time saturates a rank's port, and several only share
     it.
     """
-    only_reduces = _only_reduces(problem, direction)
-    found: tuple[ScheduleDescription, ...] = GATHERING
-    if only_reduces:
-        found = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
-    is_direct = machine.link.topology != "switch" and problem.num_ranks > 2
-    if is_direct:
-        found = found[:1]
-    elif _prefers_small_pieces(problem, machine, direction):
-        found = (*found[1::-1], *found[2:])
+    behind_a_switch: tuple[ScheduleDescription, ...] = GATHERING
+    if _prefers_small_pieces(problem, machine, direction):
+        behind_a_switch = REDUCING_LARGE_BLOCKS
+    elif _only_reduces(problem, direction):
+        behind_a_switch = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
     if direction == "backward":  # some of them are equal in backward
-        found = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in found))
-    if not is_direct:
-        return found
+        behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
+    if machine.link.topology == "switch" or problem.num_ranks == 2:
+        return behind_a_switch
     num_streams = min(problem.num_ranks - 1, MAX_COPY_STREAMS)
     to_all = tuple(
         ScheduleDescription(pattern="all_peers", chunks=chunks, matmul=matmul, num_copy_streams=num_streams)
         for chunks in sorted({*DIRECT_CHUNKS, problem.num_ranks})
         for matmul in ("chunk", "fused")
     )
-    return (*to_all, *found)
+    return (*to_all, behind_a_switch[0])
 
 
 def rank_candidates(
