@@ -58,7 +58,8 @@ def main() -> None:
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"loss {loss.item():.6f}", *([] if in_use is None else [in_use]), sep="\n")
-    dist.barrier()  # a rank that leaves while gloo's thread ends its last all-reduce may hang (torch 2.13)
+    # if DDP's reducer is the last to hold the group, its end may wait for a thread of gloo that waits for Python's lock
+    del model, optimizer, in_use
     dist.destroy_process_group()
 
 
