@@ -34,7 +34,7 @@ from counterpoint.ops.call_timer import WARM_UP_ROUNDS
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.runtime import runtime_of_group
 from counterpoint.schedule import Problem, ScheduleDescription
-from counterpoint.schedule.heuristic import GATHERING, REDUCING, Pick, pick_schedule
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, REDUCING_FOR_MANY, Pick, pick_schedule
 
 D = ScheduleDescription
 OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
@@ -62,7 +62,7 @@ DESCRIPTIONS = {  # what the heuristic picks from, and more
         D(pattern="all_peers", chunks=2, along="columns"),
     ),
 }
-CANDIDATES = {"ag_mm": GATHERING, "mm_rs": REDUCING}
+CANDIDATES = {"ag_mm": GATHERING, "mm_rs": tuple(dict.fromkeys((*REDUCING, *REDUCING_FOR_MANY)))}
 Call = Callable[[], object]
 COMPARED_ROWS = 4096  # of a result, spread over it: a second whole result has no room beside the largest
 LONG_CALL_S, LONGEST_WARM_CALL_S = 0.02, 0.25  # a call's host time is less than 1 ms

@@ -14,7 +14,6 @@ POINTS = 3.0  # asked for: the predicted change is so near the measured one, in 
 FARTHER = {
     (4, "cb_ar_opt1"): 9.3,
     (4, "cb_a2a_large"): 8.0,
-    (4, "mb_ar_large"): 4.5,
     (4, "mb_ar_opt2"): 4.5,
     (4, "mb_a2a_opt2"): 6.5,
     (2, "cb_ar_opt2"): 3.5,

@@ -68,10 +68,10 @@ class Costs(Value, frozen=True, kw_only=True):
     shared_port_efficiency: float = 0.92
     # fitted to one_peer/2 beside rings in two runs on 4 H200s (ops_grid_4x_h200.json, ops_grid_first_4x_h200.json; from 0.84
     # to 0.92 the picks are the same): the share of its rate that a copy of a reduction on more than two ranks reaches where
-    # nothing keeps ranks in step, in blocks of `unpaced_block_mib` and more. Blocks of 32 MiB and less lose nothing there,
-    # those of 64 MiB do
+    # nothing keeps ranks in step, in divided blocks of `unpaced_block_mib` and more. Blocks of 32 MiB and less lose nothing
+    # there, those of 42 MiB and more do (ops_seeded_4x_h200.json)
     unpaced_efficiency: float = 0.88
-    unpaced_block_mib: float = 48.0
+    unpaced_block_mib: float = 40.0
     # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
     signal_us: float = 8.5
     # fitted to schedules: from the end of the last action that a matmul waits for to its start, if it waits for more than
@@ -114,13 +114,14 @@ class Clock:
         self.copy_latency_us = costs.copy_us
         self._collective_efficiency = _collective_efficiency(problem, costs)
         self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
-        alone_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
-        beyond = (alone_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
+        # the whole matmul's multiplications at full clock
+        self.multiplied_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
+        beyond = (self.multiplied_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
         limited = min(1.0, max(0.0, beyond))
         self.smoothing = costs.power_returned * limited
         beside = costs.beside_copies + limited * (costs.beside_copies_limited - costs.beside_copies)
         copied_us = self.copies_us(num_copied_elements) if num_copied_elements else 0.0
-        self._stretch = 1 + beside * min(1.0, copied_us / alone_us)
+        self._stretch = 1 + beside * min(1.0, copied_us / self.multiplied_us)
 
     def piece(self, num_rows: int, num_inner: int, num_columns: int, count: int = 1, *, is_added: bool = False) -> Piece:
         """Return the tiles of a matmul, or of `count` equal ones in one kernel, in the shape that ends first. `is_added`:

@@ -207,15 +207,25 @@ def computation_us(
     return clock.matmul_us(rows, columns, inner) + clock.matmul_us(inner, rows, columns)
 
 
+def only_reduces(problem: Problem, direction: Pass) -> bool:
+    """Return whether a pass sends products and gathers nothing."""
+    definition = OPERATORS[problem.operation].of_pass(direction)
+    return definition is not None and definition.is_reduction and definition.gathered is None
+
+
+def is_reduction_of_many(problem: Problem, machine: Machine, direction: Pass) -> bool:
+    """Return whether a pass only reduces, over more than two ranks behind a switch."""
+    return problem.num_ranks > 2 and machine.link.topology == "switch" and only_reduces(problem, direction)
+
+
 def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> bool:
     """Return whether ranks that drift apart send large blocks to the same port of a switch: a rank of a ring waits for its
-    neighbor in each step, and the copies of a gather all start at once.
+    neighbor in each step, the copies of a gather all start at once, and undivided blocks take all ranks equally long.
     """
-    num_ranks, definition = problem.num_ranks, OPERATORS[problem.operation].of_pass(schedule.direction)
-    is_paced = num_ranks <= 2 or machine.link.topology != "switch" or schedule.description.pattern == "ring"
-    if is_paced or definition is None or not definition.is_reduction or definition.gathered is not None:
+    is_paced = schedule.description.pattern == "ring" or schedule.description.chunks == 1
+    if is_paced or not is_reduction_of_many(problem, machine, schedule.direction):
         return False
-    block_bytes = problem.num_rows // num_ranks * num_sent_columns(problem) * problem.element_bytes
+    block_bytes = problem.num_rows // problem.num_ranks * num_sent_columns(problem) * problem.element_bytes
     return block_bytes >= costs.unpaced_block_mib * MIB
 
 

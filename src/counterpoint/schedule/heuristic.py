@@ -8,10 +8,10 @@ model; the planner can choose by measurement instead.
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
-from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
+from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
-from counterpoint.schedule.estimate import estimate, estimate_sequential
-from counterpoint.schedule.generate import backward_description, make_schedule, scheduled_pass
+from counterpoint.schedule.estimate import estimate, estimate_sequential, is_reduction_of_many, only_reduces
+from counterpoint.schedule.generate import backward_description, make_schedule
 from counterpoint.schedule.operations import num_sent_columns
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
@@ -36,22 +36,26 @@ REDUCING = (
     ScheduleDescription(pattern="all_peers", chunks=2),
     ScheduleDescription(pattern="one_peer", chunks=2),
 )
+# One piece for each rank, as in PyTorch's fused operator
+UNDIVIDED = ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1)
 REDUCING_FOR_MANY = (
     ScheduleDescription(pattern="ring", chunks=2),
     ScheduleDescription(pattern="ring", chunks=4),
     ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
     ScheduleDescription(pattern="one_peer", chunks=2),
+    UNDIVIDED,
 )
-# One piece for each rank, as in PyTorch's fused operator: for reductions of more than two ranks of which no candidate
-# promises that gain over `sequential`, since their rows are too few to be cut further
-UNDIVIDED = ScheduleDescription(pattern="one_peer", chunks=1)
-LEAST_GAIN_OF_PIECES = 0.03
 # If half a block is larger, rings of more than two ranks cut a block into four pieces also where this is estimated to take
 # up to that much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.8 % less in
 # the mean, where 0.3 to 0.8 % more were estimated. The reason is not known.
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
-REDUCING_LARGE_BLOCKS = (REDUCING_FOR_MANY[1], REDUCING_FOR_MANY[0], *REDUCING_FOR_MANY[2:])
+SMALL_PIECES = REDUCING_FOR_MANY[1]
+# If the matmul takes less time, blocks stay undivided also where this is estimated to take up to that much longer: on 4
+# H200s, estimates of divided blocks were up to 11 % too short (66 cases, ops_seeded_4x_h200.json and
+# ops_grid_again_4x_h200.json), and those of undivided ones 4 %. Picks are as good with 2 to 4 ms and 1.25 to 3 %
+UNDIVIDED_US = 3000.0
+UNDIVIDED_TIE = 0.015
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
@@ -80,9 +84,7 @@ def candidate_descriptions(
     it.
     """
     behind_a_switch: tuple[ScheduleDescription, ...] = GATHERING
-    if _prefers_small_pieces(problem, machine, direction):
-        behind_a_switch = REDUCING_LARGE_BLOCKS
-    elif _only_reduces(problem, direction):
+    if only_reduces(problem, direction):
         behind_a_switch = REDUCING if problem.num_ranks == 2 else REDUCING_FOR_MANY
     if direction == "backward":  # some of them are equal in backward
         behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
@@ -101,38 +103,28 @@ def rank_candidates(
     problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS
 ) -> tuple[RankedSchedule, ...]:
     """Return all candidates with their estimated times, fastest first."""
-    candidates = _in_order_of_preference(problem, machine, direction, costs)
+    candidates = _estimated(problem, machine, direction, costs)
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
 
-def _in_order_of_preference(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    """Return the candidates; if pieces hardly pay, also the undivided form of a reduction."""
-
-    def estimated(description: ScheduleDescription) -> RankedSchedule:
+def _estimated(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
+    """Return the candidates in order of preference."""
+    found = []
+    for description in candidate_descriptions(problem, machine, direction):
         schedule = make_schedule(problem, description, direction)
-        return RankedSchedule(description=description, estimated_us=estimate(schedule, problem, machine, costs).makespan_us)
-
-    candidates = [estimated(each) for each in candidate_descriptions(problem, machine, direction)]
-    if _is_reduction_of_many(problem, machine, direction):
-        enough_us = (1 - LEAST_GAIN_OF_PIECES) * estimate_sequential(problem, machine, costs, direction=direction)
-        if all(each.estimated_us > enough_us for each in candidates):
-            candidates.append(estimated(UNDIVIDED))
-    return candidates
+        estimated_us = estimate(schedule, problem, machine, costs).makespan_us
+        found.append(RankedSchedule(description=description, estimated_us=estimated_us))
+    return found
 
 
-def _prefers_small_pieces(problem: Problem, machine: Machine, direction: Pass) -> bool:
-    """Return whether halves of blocks would be larger than `LARGE_PIECE_BYTES`, in a reduction for which that matters."""
-    return _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES and _is_reduction_of_many(problem, machine, direction)
-
-
-def _is_reduction_of_many(problem: Problem, machine: Machine, direction: Pass) -> bool:
-    """Return whether a pass only reduces, over more than two ranks behind a switch."""
-    return problem.num_ranks > 2 and machine.link.topology == "switch" and _only_reduces(problem, direction)
-
-
-def _only_reduces(problem: Problem, direction: Pass) -> bool:
-    definition = scheduled_pass(problem.operation, direction)
-    return definition.is_reduction and definition.gathered is None
+def _favored(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> tuple[ScheduleDescription, float] | None:
+    """Return the candidate that is taken although its estimate is longer than the least, and up to which share."""
+    if not is_reduction_of_many(problem, machine, direction):
+        return None
+    if _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES:
+        return SMALL_PIECES, LARGE_PIECE_TIE
+    is_short = Clock(problem, machine, costs).multiplied_us < UNDIVIDED_US
+    return (UNDIVIDED, UNDIVIDED_TIE) if is_short else None
 
 
 def _most_block_bytes(problem: Problem) -> int:
@@ -152,7 +144,7 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
             reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least}, the host's time for each "
             "chunk, which the estimate leaves out, is assumed to exceed the gain",
         )
-    candidates = _in_order_of_preference(problem, machine, direction, costs)
+    candidates = _estimated(problem, machine, direction, costs)
     least_us = min(each.estimated_us for each in candidates)
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     enough_us = (1 - LEAST_ESTIMATED_GAIN) * sequential_us
@@ -162,8 +154,13 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
 
     if least_us > enough_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {reason_for(least_us)}")
-    tie = LARGE_PIECE_TIE if _prefers_small_pieces(problem, machine, direction) else NEAR_TIE
-    most_us = min((1 + tie) * least_us, enough_us)
-    taken = next(each for each in candidates if each.estimated_us <= most_us)
+
+    def is_near(each: RankedSchedule, tie: float) -> bool:
+        return each.estimated_us <= min((1 + tie) * least_us, enough_us)
+
+    favored, tie = _favored(problem, machine, direction, costs) or (None, NEAR_TIE)
+    taken = next((each for each in candidates if each.description == favored and is_near(each, tie)), None)
+    if taken is None:
+        taken, tie = next(each for each in candidates if is_near(each, NEAR_TIE)), NEAR_TIE
     preferred = f", preferred to schedules within {format_percent(tie)} of it" if taken.estimated_us > least_us else ""
     return Pick(description=taken.description, reason=reason_for(taken.estimated_us) + preferred)
