@@ -90,6 +90,9 @@ class FakeTable:
             problem="",
         )
 
+    def rule_counters(self) -> tuple[tuple[FilterRule, RuleCounters], ...]:
+        return tuple((rule, self._counters(rule)) for rule in self.rules)
+
     def _counters(self, rule: FilterRule) -> RuleCounters:
         is_nccl = {True: ("communication", None), False: ("computation", None)}
         matching = [

@@ -138,7 +138,9 @@ def test_the_largest_table_fits_and_one_rule_or_one_byte_more_is_refused(tmp_pat
     path = tmp_path / "1.block"
     ControlBlock.write_initial(path, rules)
     block = ControlBlock.open(path)
-    assert block.state().rules == tuple(rules)
+    state = block.state()
+    assert state.rules == tuple(rules)
+    assert block.rule_counters() == tuple(zip(state.rules, state.counters, strict=True))
     block.close()
     with pytest.raises(
         PlanError, match=f"may have at most {layout.MAX_RULES} rules for launches; found {layout.MAX_RULES + 1}"

@@ -169,6 +169,7 @@ class ControlBlock:
     def state(self) -> FilterState:
         """Return what the filter has seen and done so far; counters advance meanwhile. Raises `LaunchFilterError`."""
         generation, slot = self._table()
+        table = _rule_counters(slot)
         header = self._read(0, BlockRecord.slots.offset)
         block = BlockRecord.from_buffer_copy(header + bytes(sizeof(BlockRecord) - len(header)))
         if block.driver not in DRIVERS:
@@ -181,11 +182,17 @@ class ControlBlock:
             num_launches=block.num_untracked + sum(function.num_launches for function, _ in functions),
             num_launches_ex=sum(num_launches_ex for _, num_launches_ex in functions),
             driver=DRIVERS[block.driver],
-            rules=tuple(_rule(slot, index) for index in range(slot.num_rules)),
-            counters=tuple(_counters(slot.counters[index]) for index in range(slot.num_rules)),
+            rules=tuple(rule for rule, _ in table),
+            counters=tuple(counters for _, counters in table),
             functions=tuple(function for function, _ in functions),
             problem=bytes(block.problem)[: block.problem_bytes].decode(errors="replace"),
         )
+
+    def rule_counters(self) -> tuple[tuple[FilterRule, RuleCounters], ...]:
+        """Return the rules in force with their counters. Unlike `state`, it does not read the kernels seen, which takes
+        milliseconds. Raises `LaunchFilterError`."""
+        _, slot = self._table()
+        return _rule_counters(slot)
 
     def close(self) -> None:
         """Close the file."""
@@ -229,6 +236,10 @@ class ControlBlock:
 
     def _copy(self, kind: type[T], offset: int) -> T:
         return kind.from_buffer_copy(self._read(offset, sizeof(kind)))
+
+
+def _rule_counters(slot: SlotRecord) -> tuple[tuple[FilterRule, RuleCounters], ...]:
+    return tuple((_rule(slot, index), _counters(slot.counters[index])) for index in range(slot.num_rules))
 
 
 def block_paths(directory: Path) -> list[Path]:

@@ -88,7 +88,7 @@ class InForce:
 
     def keep_totals(self) -> None:
         """Keep the counts for the final proof when the plan is suspended."""
-        counted = self._job.table.state().counters
+        counted = tuple(counters for _, counters in self._job.table.rule_counters())
         before = self._totals.counters or tuple(RuleCounters() for _ in counted)
         counters = tuple(add_counters(*pair) for pair in zip(before, counted, strict=True))
         self._totals = replace(self._totals, counters=counters, paths=self._counts_of(self._totals.setting.paths))
@@ -112,8 +112,7 @@ class InForce:
                 self._proofs[key] = None
             elif self._proofs.get(key, counts) is not None:
                 self._proofs[key] = Refusal(control=counts.control, target=counts.target, reason=why_no_copies(counts))
-        state = self._job.table.state()
-        for rule, counters in zip(state.rules, state.counters, strict=True):
+        for rule, counters in self._job.table.rule_counters():
             for proven in prove_rule(rule, counters):
                 entry = proven.engagement
                 key = (entry.control, entry.target)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import msgspec
 
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.launch_filter.control_block import FilterRule, FilterState
+from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.settings import LiveRecord, Totals
@@ -67,6 +67,9 @@ class SwappableTable(Protocol):
     def state(self) -> FilterState:
         """Return counters of the current table, and the kernels seen."""
 
+    def rule_counters(self) -> tuple[tuple[FilterRule, RuleCounters], ...]:
+        """Return the rules of the current table with their counters."""
+
 
 @final
 class NoTable:
@@ -93,6 +96,10 @@ class NoTable:
     def state(self) -> FilterState:
         """See `SwappableTable.state`."""
         return self._state
+
+    def rule_counters(self) -> tuple[tuple[FilterRule, RuleCounters], ...]:
+        """See `SwappableTable.rule_counters`."""
+        return ()
 
 
 class LiveJob(msgspec.Struct, frozen=True, kw_only=True):

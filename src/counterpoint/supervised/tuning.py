@@ -352,10 +352,9 @@ class LiveTuner:
 
     def _why_reopened(self, times: Sequence[Measurement]) -> str:
         """On rank 0: return why the job has to be tuned again, or nothing."""
+        if not self._settings.is_tuning or self._num_reopened >= MOST_REOPENED:
+            return ""
         grids, launches = self._follower.in_force.see_launches()
         if self._guarded.paths != LIBRARY:  # a kernel has other grids on each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
-        if self._reference == Reference(grids={}):  # for a given plan, later checks are compared with the first
-            self._reference = Reference(grids=grids, baseline_us=times[0].median_us if times else 0.0)
-        can_reopen = self._settings.is_tuning and self._num_reopened < MOST_REOPENED
-        return why_another_job(times, self._reference, grids, launches) if can_reopen else ""
+        return why_another_job(times, self._reference, grids, launches)
