@@ -59,7 +59,7 @@ class FakeTable:
     def __init__(self, functions: Sequence[SeenFunction], rules: Rules) -> None:
         self.functions = list(functions)
         self.rules = rules
-        self.num_swaps = 0
+        self.num_swaps = self.num_states = 0  # how often they were asked for
         self.idle: frozenset[str] = frozenset()  # counters that stay at 0
         self._counted = 0
         self._launched: dict[str, int] = {}
@@ -76,6 +76,7 @@ class FakeTable:
             self._launched[function.name] = self._launched.get(function.name, 0) + 1
 
     def state(self) -> FilterState:
+        self.num_states += 1
         functions = [msgspec.structs.replace(each, num_launches=self._launched.get(each.name, 0)) for each in self.functions]
         return FilterState(
             pid=1,

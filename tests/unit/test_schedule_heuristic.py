@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from typing import Any
 
 import msgspec
 import pytest
+from benchmarks.heuristic_cases import SEEDED, stored_cases
 from benchmarks.ops_shapes import GEMMS, Gemm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -281,11 +283,12 @@ def test_the_pick_is_preferred_among_the_fastest_or_sequential_if_that_gains_too
         return
     estimated_us = {each.description: each.estimated_us for each in rank_candidates(asked, H200)}
     favored = heuristic._favored(asked, H200, "forward", DEFAULT_COSTS)
-    tie = favored[1] if favored and favored[0] == pick.description else NEAR_TIE
-    near = [each for each, us in estimated_us.items() if us <= (1 + tie) * min(estimated_us.values())]
     enough_us = (1 - LEAST_ESTIMATED_GAIN) * estimate_sequential(asked, H200)
-    in_order = [each for each in candidate_descriptions(asked, H200) if each in near and estimated_us[each] <= enough_us]
-    assert pick.description in (in_order if favored else in_order[:1])
+    least_us = min(estimated_us.values())
+    near_us, favored_us = (min((1 + tie) * least_us, enough_us) for tie in (NEAR_TIE, favored[1] if favored else 0.0))
+    is_taken = favored is not None and estimated_us[favored[0]] <= favored_us
+    near = [each for each in candidate_descriptions(asked, H200) if estimated_us[each] <= near_us]
+    assert pick.description == (favored[0] if favored and is_taken else near[0])
     assert format_us(estimated_us[pick.description]) in pick.reason
     assert format_us(estimate_sequential(asked, H200)) in pick.reason
 
@@ -314,7 +317,7 @@ def test_large_pieces_change_nothing_on_direct_links() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_inner", "is_undivided"),
     [
-        (4, 12160, True),  # estimated 0.1 % above a ring; measured 7.1 % below it
+        (4, 12160, True),  # estimated 0.1 % above a ring; measured 7.1 % below it on 4 H200s
         (4, 24320, False),  # two times as long, at the power limit
         (2, 12160, False),
     ],
@@ -325,19 +328,19 @@ def test_blocks_of_short_reductions_stay_undivided_where_it_hardly_matters_on_mo
     asked = problem("matmul_reduce_scatter", num_ranks=num_ranks, num_rows=17408, num_columns=5120, num_inner=num_inner)
     pick = pick_schedule(asked, H200)
     assert (pick.description == UNDIVIDED) == is_undivided
-    assert ("within 1.5 % of it" in pick.reason) == is_undivided
+    assert ("within 2.0 % of it" in pick.reason) == is_undivided
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_columns", "num_inner", "measured_us"),
-    [(33792, 6656, 1152, 1253), (4096, 5120, 16000, 897), (7168, 12288, 1920, 588), (26624, 9728, 3840, 2790)],
-)
-def test_undivided_reductions_take_about_as_long_as_measured_on_4_h200s(
-    num_rows: int, num_columns: int, num_inner: int, measured_us: float
-) -> None:
-    asked = problem("matmul_reduce_scatter", num_rows=num_rows, num_columns=num_columns, num_inner=num_inner)
-    estimated_us = {each.description: each.estimated_us for each in rank_candidates(asked, H200)}
-    assert estimated_us[UNDIVIDED] == pytest.approx(measured_us, rel=0.04)
+def test_undivided_reductions_take_about_as_long_as_measured_on_4_h200s() -> None:
+    errors = []
+    for case in (*stored_cases(4), *stored_cases(4, SEEDED[4])):
+        measured_us = case.times_us.get(UNDIVIDED.label())
+        if case.op == "mm_rs" and measured_us is not None and measured_us < 3000:
+            estimated_us = {each.description: each.estimated_us for each in rank_candidates(case.problem, H200)}
+            errors.append(estimated_us[UNDIVIDED] / measured_us - 1)
+    assert len(errors) > 40
+    assert max(map(abs, errors)) < 0.10
+    assert statistics.mean(map(abs, errors)) < 0.025
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

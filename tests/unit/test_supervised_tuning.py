@@ -291,6 +291,19 @@ def test_counters_of_the_plan_survive_the_swaps_of_the_guard() -> None:
     assert kept.counters[index].num_prioritized + rank.table.state().counters[index].num_prioritized == here
 
 
+def test_turns_and_looks_at_a_given_plan_never_read_the_kernels_seen_which_takes_milliseconds() -> None:
+    job = FakeJob(GUARDED, [LONG, nccl()])
+    job.run(700, faster_by_priority)
+    assert job.ranks[0].table.num_swaps > 20
+    assert all(rank.table.num_states == 0 for rank in job.ranks)
+
+
+def test_a_job_with_nothing_to_try_is_tuned_again_once_its_steps_take_longer() -> None:
+    job = FakeJob(TUNING, [LONG])
+    job.run(600, lambda rank, step, rules: 1000.0 if step < 350 else 2000.0)
+    assert any("a step takes" in line and "tuning again" in line for line in job.ranks[0].said)
+
+
 @pytest.mark.parametrize("change", ["kernels", "slower"])
 def test_a_change_of_the_job_reopens_the_question_a_limited_number_of_times(change: str) -> None:
     job = FakeJob(TUNING, [LONG, nccl()])

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import SM_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
-from counterpoint.schedule.operations import OPERATORS, num_sent_columns
+from counterpoint.schedule.operations import OPERATORS, most_block_bytes, num_sent_columns
 from counterpoint.schedule.transfers import Transfers
 from counterpoint.schedule.wave_model import Sms
 from counterpoint.units import MIB
@@ -208,7 +208,7 @@ def computation_us(
 
 
 def only_reduces(problem: Problem, direction: Pass) -> bool:
-    """Return whether a pass sends products and gathers nothing."""
+    """Return whether a pass sends products, and no matmul of it takes in rows of other ranks."""
     definition = OPERATORS[problem.operation].of_pass(direction)
     return definition is not None and definition.is_reduction and definition.gathered is None
 
@@ -219,14 +219,16 @@ def is_reduction_of_many(problem: Problem, machine: Machine, direction: Pass) ->
 
 
 def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> bool:
-    """Return whether ranks that drift apart send large blocks to the same port of a switch: a rank of a ring waits for its
-    neighbor in each step, the copies of a gather all start at once, and undivided blocks take all ranks equally long.
+    """Return whether ranks that drift apart send large blocks to the same port of a switch.
+
+    A rank of a ring waits for its neighbor in each step, and the copies of a gather all start at once. Undivided blocks on
+    one computation stream did not meet either, where those of `one_peer/2` did (4 H200s, ops_seeded_4x_h200.json).
     """
-    is_paced = schedule.description.pattern == "ring" or schedule.description.chunks == 1
-    if is_paced or not is_reduction_of_many(problem, machine, schedule.direction):
+    description = schedule.description
+    is_undivided = (description.pattern, description.chunks, description.num_compute_streams) == ("one_peer", 1, 1)
+    if description.pattern == "ring" or is_undivided or not is_reduction_of_many(problem, machine, schedule.direction):
         return False
-    block_bytes = problem.num_rows // problem.num_ranks * num_sent_columns(problem) * problem.element_bytes
-    return block_bytes >= costs.unpaced_block_mib * MIB
+    return most_block_bytes(problem) >= costs.unpaced_block_mib * MIB
 
 
 def _communicated(problem: Problem, direction: Pass) -> tuple[int, int]:

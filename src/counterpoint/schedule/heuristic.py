@@ -12,7 +12,7 @@ from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.estimate import estimate, estimate_sequential, is_reduction_of_many, only_reduces
 from counterpoint.schedule.generate import backward_description, make_schedule
-from counterpoint.schedule.operations import num_sent_columns
+from counterpoint.schedule.operations import most_block_bytes
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
@@ -45,17 +45,19 @@ REDUCING_FOR_MANY = (
     ScheduleDescription(pattern="one_peer", chunks=2),
     UNDIVIDED,
 )
-# If half a block is larger, rings of more than two ranks cut a block into four pieces also where this is estimated to take
-# up to that much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.8 % less in
-# the mean, where 0.3 to 0.8 % more were estimated. The reason is not known.
+# If half a block is larger, rings of more than two ranks cut a block into four pieces even if the estimate is up to that
+# much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.4 % less in the mean,
+# where 0.3 to 0.8 % more were estimated. The reason is not known.
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
 SMALL_PIECES = REDUCING_FOR_MANY[1]
-# If the matmul takes less time, blocks stay undivided also where this is estimated to take up to that much longer: on 4
-# H200s, estimates of divided blocks were up to 11 % too short (66 cases, ops_seeded_4x_h200.json and
-# ops_grid_again_4x_h200.json), and those of undivided ones 4 %. Picks are as good with 2 to 4 ms and 1.25 to 3 %
+# If a matmul's multiplications take less than `UNDIVIDED_US` at full clock, blocks stay undivided even if the estimate is
+# up to `UNDIVIDED_TIE` longer. In such calls of matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to
+# 17 % too short (`ring/4`), and those of undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and
+# ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms and from 1.5 to 2 %. Assumed for other operators and other
+# numbers of ranks
 UNDIVIDED_US = 3000.0
-UNDIVIDED_TIE = 0.015
+UNDIVIDED_TIE = 0.02
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
 
@@ -121,22 +123,17 @@ def _favored(problem: Problem, machine: Machine, direction: Pass, costs: Costs) 
     """Return the candidate that is taken although its estimate is longer than the least, and up to which share."""
     if not is_reduction_of_many(problem, machine, direction):
         return None
-    if _most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES:
+    if most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES:
         return SMALL_PIECES, LARGE_PIECE_TIE
     is_short = Clock(problem, machine, costs).multiplied_us < UNDIVIDED_US
     return (UNDIVIDED, UNDIVIDED_TIE) if is_short else None
-
-
-def _most_block_bytes(problem: Problem) -> int:
-    """Return what the ranks with the largest blocks send to a peer."""
-    return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
 
 
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
     """Return the description to use for these sizes on this machine; it may be `sequential`."""
     if problem.num_ranks == 1:
         return Pick(description=SEQUENTIAL, reason="a single rank exchanges no rows")
-    block_bytes = _most_block_bytes(problem)
+    block_bytes = most_block_bytes(problem)
     if block_bytes < LEAST_BLOCK_BYTES:
         least = format_bytes(LEAST_BLOCK_BYTES)
         return Pick(

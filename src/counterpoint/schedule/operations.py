@@ -345,6 +345,11 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
 )
 
 
+def most_block_bytes(problem: Problem) -> int:
+    """Return what the ranks with the largest blocks send to a peer in forward."""
+    return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
+
+
 def num_sent_columns(problem: Problem) -> int:
     """Return the columns of the rows sent in forward: those of the product if it is reduced, else of the left operand."""
     return problem.num_columns if OPERATORS[problem.operation].forward.is_reduction else problem.num_inner

@@ -10,7 +10,7 @@ from typing import final
 from msgspec.structs import replace
 
 from counterpoint.integrations.paths import LIBRARY, PathCounts, PathOffer, Paths, path_problems
-from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.launch_filter.control_block import RuleCounters, SeenFunction
 from counterpoint.plan import Refusal
 from counterpoint.supervised.decisions import Grid
 from counterpoint.supervised.messages import ControlTarget
@@ -74,11 +74,12 @@ class InForce:
         """Forget earlier proofs when a tuning begins."""
         self._proofs.clear()
 
-    def see_launches(self) -> tuple[dict[str, Grid], dict[str, int]]:
-        """Return grids and launch counts of the kernels launched since the last call."""
+    def see_launches(self, functions: Sequence[SeenFunction]) -> tuple[dict[str, Grid], dict[str, int]]:
+        """Return grids and launch counts of the kernels launched since the last call; `functions` are those of the table's
+        present state."""
         grids: dict[str, Grid] = {}
         totals: dict[str, int] = {}
-        for function in self._job.table.state().functions:
+        for function in functions:
             totals[function.name] = totals.get(function.name, 0) + function.num_launches
             grids[function.name] = function.grid
         launches = {name: total - self._launches.get(name, 0) for name, total in totals.items()}

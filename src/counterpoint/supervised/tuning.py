@@ -212,8 +212,9 @@ class LiveTuner:
     def _agree_on_trials(self, topic: str, conductor: TuningConductor) -> Steps[Announcement]:
         """Every rank reports the kernels it has launched; rank 0 announces what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
-        census = Census(functions=self._job.table.state().functions)
-        self._follower.in_force.see_launches()
+        functions = self._job.table.state().functions
+        census = Census(functions=functions)
+        self._follower.in_force.see_launches(functions)
         exchange.offer(f"{topic}/census", msgspec.json.encode(census).decode())
 
         def conduct() -> Announcement | None:
@@ -259,7 +260,7 @@ class LiveTuner:
 
     def _settle(self, decision: Decision, begun: int) -> None:
         """Record the job as it is now, and print the decision."""
-        grids, _ = self._follower.in_force.see_launches()
+        grids, _ = self._follower.in_force.see_launches(self._job.table.state().functions)
         baseline_us = decision.measurements[0].median_us if decision.measurements else 0.0
         self._reference = Reference(grids=grids, baseline_us=baseline_us)
         self._teller.decision = decision
@@ -354,7 +355,9 @@ class LiveTuner:
         """On rank 0: return why the job has to be tuned again, or nothing."""
         if not self._settings.is_tuning or self._num_reopened >= MOST_REOPENED:
             return ""
-        grids, launches = self._follower.in_force.see_launches()
+        grids, launches = self._follower.in_force.see_launches(self._job.table.state().functions)
+        if times and not self._reference.baseline_us:  # tuning had too few steps to measure it
+            self._reference = Reference(grids=self._reference.grids, baseline_us=times[0].median_us)
         if self._guarded.paths != LIBRARY:  # a kernel has other grids on each path, and the last one counts
             grids = {name: self._reference.grids.get(name, grid) for name, grid in grids.items()}
         return why_another_job(times, self._reference, grids, launches)
