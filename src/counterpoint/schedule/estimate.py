@@ -213,11 +213,6 @@ def only_reduces(problem: Problem, direction: Pass) -> bool:
     return definition is not None and definition.is_reduction and definition.gathered is None
 
 
-def is_reduction_of_many(problem: Problem, machine: Machine, direction: Pass) -> bool:
-    """Return whether a pass only reduces, over more than two ranks behind a switch."""
-    return problem.num_ranks > 2 and machine.link.topology == "switch" and only_reduces(problem, direction)
-
-
 def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> bool:
     """Return whether ranks that drift apart send large blocks to the same port of a switch.
 
@@ -226,7 +221,8 @@ def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, cost
     """
     description = schedule.description
     is_undivided = (description.pattern, description.chunks, description.num_compute_streams) == ("one_peer", 1, 1)
-    if description.pattern == "ring" or is_undivided or not is_reduction_of_many(problem, machine, schedule.direction):
+    is_paced = description.pattern == "ring" or is_undivided or not only_reduces(problem, schedule.direction)
+    if is_paced or problem.num_ranks <= 2 or machine.link.topology != "switch":
         return False
     return most_block_bytes(problem) >= costs.unpaced_block_mib * MIB
 

@@ -5,12 +5,14 @@ collective is below `LEAST_ESTIMATED_GAIN` is not taken: the result is then `seq
 model; the planner can choose by measurement instead.
 """
 
+import math
+
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
-from counterpoint.schedule.estimate import estimate, estimate_sequential, is_reduction_of_many, only_reduces
+from counterpoint.schedule.estimate import estimate, estimate_sequential, only_reduces
 from counterpoint.schedule.generate import backward_description, make_schedule
 from counterpoint.schedule.operations import most_block_bytes
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
@@ -18,10 +20,9 @@ from counterpoint.value import Value
 
 LEAST_BLOCK_BYTES = 2 * MIB  # assumption: below this, chunks take only latency and host time
 # Behind a switch. Measured on 2 and 4 H200s (benchmarks/ops_grid.py, which also times those that did not win on the fitted
-# shapes). Of near ties the first is taken: few pieces where rows are gathered, many in rings of two ranks, and eight in
-# rings of four, as under the power limit they were faster than estimated. Reductions of more than two ranks leave
-# `all_peers` out: nothing keeps its copies in step, so they meet at the ports, and took up to 30 % longer than rings on 4
-# H200s.
+# shapes). Of near ties the first is taken: few pieces where rows are gathered; many in rings of two ranks, which were faster
+# than estimated under the power limit; and eight in rings of four. Reductions of more than two ranks leave `all_peers` out:
+# nothing keeps its copies in step, so they meet at the ports, and took up to 30 % longer than rings on 4 H200s.
 GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=1),
     ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1),
@@ -51,12 +52,15 @@ REDUCING_FOR_MANY = (
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
 SMALL_PIECES = REDUCING_FOR_MANY[1]
-# If a matmul's multiplications take less than `UNDIVIDED_US` at full clock, blocks stay undivided even if the estimate is
-# up to `UNDIVIDED_TIE` longer. In such calls of matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to
-# 17 % too short (`ring/4`), and those of undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and
-# ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms and from 1.5 to 2 %. Assumed for other operators and other
-# numbers of ranks
-UNDIVIDED_US = 3000.0
+# Calls whose matmul's multiplications take less at full clock, which is below the power limit
+SHORT_CALL_US = 3000.0
+# There, two ranks cut blocks into halves if the estimate is a near tie. Of 166 stored reductions on 2 GPUs that changes six
+# picks, by -7.9 to +0.3 %
+HALVES = (REDUCING[1], REDUCING[4])
+# And more than two ranks leave blocks undivided even if the estimate is up to `UNDIVIDED_TIE` longer. In short calls of
+# matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to 17 % too short (`ring/4`), and those of
+# undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms
+# and from 1.5 to 2 %. Assumed for other operators and other numbers of ranks
 UNDIVIDED_TIE = 0.02
 DIRECT_CHUNKS = (1, 2, 4)  # on direct links, and one W-th of a shard on W ranks; never measured there
 
@@ -119,14 +123,20 @@ def _estimated(problem: Problem, machine: Machine, direction: Pass, costs: Costs
     return found
 
 
-def _favored(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> tuple[ScheduleDescription, float] | None:
-    """Return the candidate that is taken although its estimate is longer than the least, and up to which share."""
-    if not is_reduction_of_many(problem, machine, direction):
-        return None
+def _preferred(
+    problem: Problem, machine: Machine, direction: Pass, costs: Costs
+) -> tuple[tuple[ScheduleDescription, float], ...]:
+    """Return what is taken before other candidates, in order: each if its estimate is at most that share above the least."""
+    if not only_reduces(problem, direction):
+        return ()
+    is_short = Clock(problem, machine, costs).multiplied_us < SHORT_CALL_US
+    if problem.num_ranks == 2:
+        return tuple((each, NEAR_TIE) for each in HALVES) if is_short else ()
+    if machine.link.topology != "switch":
+        return ()
     if most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES:
-        return SMALL_PIECES, LARGE_PIECE_TIE
-    is_short = Clock(problem, machine, costs).multiplied_us < UNDIVIDED_US
-    return (UNDIVIDED, UNDIVIDED_TIE) if is_short else None
+        return ((SMALL_PIECES, LARGE_PIECE_TIE),)
+    return ((UNDIVIDED, UNDIVIDED_TIE),) if is_short else ()
 
 
 def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS) -> Pick:
@@ -141,23 +151,19 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
             reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least}, the host's time for each "
             "chunk, which the estimate leaves out, is assumed to exceed the gain",
         )
-    candidates = _estimated(problem, machine, direction, costs)
-    least_us = min(each.estimated_us for each in candidates)
+    estimated_us = {each.description: each.estimated_us for each in _estimated(problem, machine, direction, costs)}
+    least_us = min(estimated_us.values())
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     enough_us = (1 - LEAST_ESTIMATED_GAIN) * sequential_us
 
-    def reason_for(estimated_us: float) -> str:
-        return f"estimated {format_us(estimated_us)} against {format_us(sequential_us)} one after the other"
+    def reason_for(us: float) -> str:
+        return f"estimated {format_us(us)} against {format_us(sequential_us)} one after the other"
 
     if least_us > enough_us:
         return Pick(description=SEQUENTIAL, reason=f"no schedule promises enough: {reason_for(least_us)}")
-
-    def is_near(each: RankedSchedule, tie: float) -> bool:
-        return each.estimated_us <= min((1 + tie) * least_us, enough_us)
-
-    favored, tie = _favored(problem, machine, direction, costs) or (None, NEAR_TIE)
-    taken = next((each for each in candidates if each.description == favored and is_near(each, tie)), None)
-    if taken is None:
-        taken, tie = next(each for each in candidates if is_near(each, NEAR_TIE)), NEAR_TIE
-    preferred = f", preferred to schedules within {format_percent(tie)} of it" if taken.estimated_us > least_us else ""
-    return Pick(description=taken.description, reason=reason_for(taken.estimated_us) + preferred)
+    in_order = *_preferred(problem, machine, direction, costs), *((each, NEAR_TIE) for each in estimated_us)
+    taken, tie = next(
+        (each, tie) for each, tie in in_order if estimated_us.get(each, math.inf) <= min((1 + tie) * least_us, enough_us)
+    )
+    preferred = f", preferred to schedules within {format_percent(tie)} of it" if estimated_us[taken] > least_us else ""
+    return Pick(description=taken, reason=reason_for(estimated_us[taken]) + preferred)
