@@ -52,12 +52,12 @@ REDUCING_FOR_MANY = (
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
 SMALL_PIECES = REDUCING_FOR_MANY[1]
-# Calls whose matmul's multiplications take less at full clock, which is below the power limit
+# Calls are short if their matmul's multiplications take less at full clock: then the power limit does not act
 SHORT_CALL_US = 3000.0
-# There, two ranks cut blocks into halves if the estimate is a near tie. Of 166 stored reductions on 2 GPUs that changes six
-# picks, by -7.9 to +0.3 %
+# In short calls two ranks cut blocks into halves if the estimate is a near tie. Of 166 stored reductions on 2 GPUs that
+# changes six picks, by -7.9 to +0.3 %
 HALVES = (REDUCING[1], REDUCING[4])
-# And more than two ranks leave blocks undivided even if the estimate is up to `UNDIVIDED_TIE` longer. In short calls of
+# In short calls more than two ranks leave blocks undivided even if the estimate is up to that much longer. In such calls of
 # matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to 17 % too short (`ring/4`), and those of
 # undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms
 # and from 1.5 to 2 %. Assumed for other operators and other numbers of ranks
