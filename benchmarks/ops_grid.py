@@ -34,7 +34,7 @@ from counterpoint.ops.call_timer import WARM_UP_ROUNDS
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
 from counterpoint.ops.runtime import runtime_of_group
 from counterpoint.schedule import Problem, ScheduleDescription
-from counterpoint.schedule.heuristic import GATHERING, REDUCING, REDUCING_FOR_MANY, Pick, pick_schedule
+from counterpoint.schedule.heuristic import GATHERING, REDUCING, candidate_descriptions, pick_schedule
 
 D = ScheduleDescription
 OPERATIONS = {"ag_mm": "all_gather_matmul", "mm_rs": "matmul_reduce_scatter"}
@@ -62,7 +62,6 @@ DESCRIPTIONS = {  # what the heuristic picks from, and more
         D(pattern="all_peers", chunks=2, along="columns"),
     ),
 }
-CANDIDATES = {"ag_mm": GATHERING, "mm_rs": tuple(dict.fromkeys((*REDUCING, *REDUCING_FOR_MANY)))}
 Call = Callable[[], object]
 COMPARED_ROWS = 4096  # of a result, spread over it: a second whole result has no room beside the largest
 LONG_CALL_S, LONGEST_WARM_CALL_S = 0.02, 0.25  # a call's host time is less than 1 ms
@@ -191,11 +190,12 @@ def num_rounds_of(checked: Checked, num_rounds: int, budget_s: float | None) -> 
 
 def run_case(op: str, shape: AnyShape, arguments: argparse.Namespace) -> dict[str, object]:
     case = Case(op, shape, seed=17)
-    descriptions = CANDIDATES[op] if arguments.only_candidates else DESCRIPTIONS[op]
+    problem, machine = _problem(op, case.sizes), runtime_of_group(None).machine
+    descriptions = candidate_descriptions(problem, machine) if arguments.only_candidates else DESCRIPTIONS[op]
     checked = check(case.calls(descriptions, is_picked_timed=not arguments.only_candidates))
     num_rounds, num_warm_ups = num_rounds_of(checked, arguments.rounds, arguments.budget_s)
     timed = time_interleaved(checked.calls, num_rounds, num_warm_ups)
-    picked = _picked(op, case.sizes)
+    picked = pick_schedule(problem, machine)  # what the operators pick for this call
     ideal_us = max(timed["collective"].median_us, timed["matmul"].median_us)
     result = {
         "op": op,
@@ -213,28 +213,24 @@ def run_case(op: str, shape: AnyShape, arguments: argparse.Namespace) -> dict[st
     return result
 
 
-def _picked(op: str, sizes: tuple[int, int, int]) -> Pick:
-    """What the operators pick for this call."""
+def _problem(op: str, sizes: tuple[int, int, int]) -> Problem:
     num_rows, num_columns, num_inner = sizes
-    runtime = runtime_of_group(None)
-    problem = Problem(
+    return Problem(
         operation=OPERATIONS[op],
         num_ranks=dist.get_world_size(),
         num_rows=num_rows,
         num_columns=num_columns,
         num_inner=num_inner,
     )
-    return pick_schedule(problem, runtime.machine)
 
 
-def best_of(op: str, timed: dict[str, Timed]) -> str:
-    labels = [description.label() for description in DESCRIPTIONS[op] if description.label() in timed]
-    return min((*labels, "sequential"), key=lambda label: timed[label].median_us)
+def best_of(timed: dict[str, Timed]) -> str:
+    return min((label for label in timed if "/" in label or label == "sequential"), key=lambda label: timed[label].median_us)
 
 
 def _print_row(op: str, shape: AnyShape, timed: dict[str, Timed], rest: tuple[float, str, float]) -> None:
     ideal_us, picked, difference = rest
-    best = best_of(op, timed)
+    best = best_of(timed)
     peer = timed.get("peer")
     cells = [f"{op:6}{shape.name:16}", f"coll {timed['collective'].median_us:7.0f} mm {timed['matmul'].median_us:7.0f}"]
     cells.append(f"seq {timed['sequential'].median_us:7.0f}")

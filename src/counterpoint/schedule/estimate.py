@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import SM_KINDS, Action, CopySchedule, Pass, Problem, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs, kernels_of
-from counterpoint.schedule.operations import OPERATORS, most_block_bytes, num_sent_columns
+from counterpoint.schedule.operations import OPERATORS, most_block_bytes, num_sent_columns, only_reduces
 from counterpoint.schedule.transfers import Transfers
 from counterpoint.schedule.wave_model import Sms
 from counterpoint.units import MIB
@@ -205,12 +205,6 @@ def computation_us(
     if direction == "forward":
         return clock.matmul_us(rows, inner, columns)
     return clock.matmul_us(rows, columns, inner) + clock.matmul_us(inner, rows, columns)
-
-
-def only_reduces(problem: Problem, direction: Pass) -> bool:
-    """Return whether a pass sends products, and no matmul of it takes in rows of other ranks."""
-    definition = OPERATORS[problem.operation].of_pass(direction)
-    return definition is not None and definition.is_reduction and definition.gathered is None
 
 
 def _is_unpaced(schedule: CopySchedule, problem: Problem, machine: Machine, costs: Costs) -> bool:

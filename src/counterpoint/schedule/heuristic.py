@@ -12,9 +12,9 @@ from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
 from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
-from counterpoint.schedule.estimate import estimate, estimate_sequential, only_reduces
+from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.generate import backward_description, make_schedule
-from counterpoint.schedule.operations import most_block_bytes
+from counterpoint.schedule.operations import most_block_bytes, only_reduces
 from counterpoint.units import MIB, format_bytes, format_percent, format_us
 from counterpoint.value import Value
 
@@ -30,33 +30,30 @@ GATHERING = (
     ScheduleDescription(pattern="one_peer", chunks=4),
     ScheduleDescription(pattern="one_peer", chunks=1, matmul="rest"),
 )
-REDUCING = (
-    ScheduleDescription(pattern="ring", chunks=4),
-    ScheduleDescription(pattern="ring", chunks=2),
-    ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
-    ScheduleDescription(pattern="all_peers", chunks=2),
-    ScheduleDescription(pattern="one_peer", chunks=2),
-)
+RING_OF_HALVES = ScheduleDescription(pattern="ring", chunks=2)
+RING_OF_HALVES_IN_TURN = ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1)
+RING_OF_QUARTERS = ScheduleDescription(pattern="ring", chunks=4)
+SENT_HALVES = ScheduleDescription(pattern="one_peer", chunks=2)
 # One piece for each rank, as in PyTorch's fused operator
 UNDIVIDED = ScheduleDescription(pattern="one_peer", chunks=1, num_compute_streams=1)
-REDUCING_FOR_MANY = (
-    ScheduleDescription(pattern="ring", chunks=2),
-    ScheduleDescription(pattern="ring", chunks=4),
-    ScheduleDescription(pattern="ring", chunks=2, num_compute_streams=1),
-    ScheduleDescription(pattern="one_peer", chunks=2),
-    UNDIVIDED,
+REDUCING = (
+    RING_OF_QUARTERS,
+    RING_OF_HALVES,
+    RING_OF_HALVES_IN_TURN,
+    ScheduleDescription(pattern="all_peers", chunks=2),
+    SENT_HALVES,
 )
+REDUCING_FOR_MANY = (RING_OF_HALVES, RING_OF_QUARTERS, RING_OF_HALVES_IN_TURN, SENT_HALVES, UNDIVIDED)
 # If half a block is larger, rings of more than two ranks cut a block into four pieces even if the estimate is up to that
 # much longer. On three machines with 4 H200s and one with 4 H100s it took 8 % less to 3 % more, 2.4 % less in the mean,
 # where 0.3 to 0.8 % more were estimated. The reason is not known.
 LARGE_PIECE_BYTES = 64 * MIB
 LARGE_PIECE_TIE = 0.01
-SMALL_PIECES = REDUCING_FOR_MANY[1]
 # Calls are short if their matmul's multiplications take less at full clock: then the power limit does not act
 SHORT_CALL_US = 3000.0
 # In short calls two ranks cut blocks into halves if the estimate is a near tie. Of 166 stored reductions on 2 GPUs that
 # changes six picks, by -7.9 to +0.3 %
-HALVES = (REDUCING[1], REDUCING[4])
+HALVES = (RING_OF_HALVES, SENT_HALVES)
 # In short calls more than two ranks leave blocks undivided even if the estimate is up to that much longer. In such calls of
 # matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to 17 % too short (`ring/4`), and those of
 # undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms
@@ -109,18 +106,17 @@ def rank_candidates(
     problem: Problem, machine: Machine, direction: Pass = "forward", costs: Costs = DEFAULT_COSTS
 ) -> tuple[RankedSchedule, ...]:
     """Return all candidates with their estimated times, fastest first."""
-    candidates = _estimated(problem, machine, direction, costs)
+    estimated_us = _estimated_us(problem, machine, direction, costs)
+    candidates = (RankedSchedule(description=each, estimated_us=us) for each, us in estimated_us.items())
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
 
-def _estimated(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> list[RankedSchedule]:
-    """Return the candidates in order of preference."""
-    found = []
-    for description in candidate_descriptions(problem, machine, direction):
-        schedule = make_schedule(problem, description, direction)
-        estimated_us = estimate(schedule, problem, machine, costs).makespan_us
-        found.append(RankedSchedule(description=description, estimated_us=estimated_us))
-    return found
+def _estimated_us(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> dict[ScheduleDescription, float]:
+    """Return the estimated time of each candidate, in order of preference."""
+    return {
+        each: estimate(make_schedule(problem, each, direction), problem, machine, costs).makespan_us
+        for each in candidate_descriptions(problem, machine, direction)
+    }
 
 
 def _preferred(
@@ -135,7 +131,7 @@ def _preferred(
     if machine.link.topology != "switch":
         return ()
     if most_block_bytes(problem) > 2 * LARGE_PIECE_BYTES:
-        return ((SMALL_PIECES, LARGE_PIECE_TIE),)
+        return ((RING_OF_QUARTERS, LARGE_PIECE_TIE),)
     return ((UNDIVIDED, UNDIVIDED_TIE),) if is_short else ()
 
 
@@ -151,7 +147,7 @@ def pick_schedule(problem: Problem, machine: Machine, direction: Pass = "forward
             reason=f"a rank's block is at most {format_bytes(block_bytes)}; below {least}, the host's time for each "
             "chunk, which the estimate leaves out, is assumed to exceed the gain",
         )
-    estimated_us = {each.description: each.estimated_us for each in _estimated(problem, machine, direction, costs)}
+    estimated_us = _estimated_us(problem, machine, direction, costs)
     least_us = min(estimated_us.values())
     sequential_us = estimate_sequential(problem, machine, costs, direction=direction)
     enough_us = (1 - LEAST_ESTIMATED_GAIN) * sequential_us

@@ -345,6 +345,12 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
 )
 
 
+def only_reduces(problem: Problem, direction: Pass) -> bool:
+    """Return whether a pass sends products, and no matmul of it takes in rows of other ranks."""
+    definition = OPERATORS[problem.operation].of_pass(direction)
+    return definition is not None and definition.is_reduction and definition.gathered is None
+
+
 def most_block_bytes(problem: Problem) -> int:
     """Return what the ranks with the largest blocks send to a peer in forward."""
     return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
