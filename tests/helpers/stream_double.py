@@ -33,9 +33,6 @@ class Node:
         self.is_one_queue = is_one_queue
         self._num_calls = 0
         self.queues: dict[tuple[int, str], deque[Callable[[], bool]]] = {}
-        for rank in range(num_ranks):
-            for peer in range(num_ranks):
-                self.flags[rank, FREE, peer] = 1
 
     def issue(self, schedule: CopySchedule, given: Given) -> "Memory":
         """Issue one call on every rank; returns what reads its results once it has run."""
@@ -71,6 +68,10 @@ class Node:
                 queue.append(lambda start=start: start["passed"])
             for earlier in step.waits:
                 queue.append(lambda event=done[earlier]: event["passed"])
+            if step.action.kind == "begin":
+                queue.append(lambda: self._reset(rank))
+            for flag in step.announces:
+                queue.append(lambda key=(flag.peer, flag.number, rank): self._raise(key))
             for flag in step.takes:
                 queue.append(lambda key=(rank, flag.number, flag.peer): self._take(key))
             queue.append(lambda action=step.action: memory.act(action))
@@ -94,7 +95,12 @@ class Node:
     def _take(self, key: tuple[int, int, int]) -> bool:
         if self.flags.get(key, 0) != 1:
             return False
-        self.flags[key] = 0
+        if key[1] == FREE:  # the others rest until the next call begins
+            self.flags[key] = 0
+        return True
+
+    def _reset(self, rank: int) -> bool:
+        self.flags.update({key: 0 for key in self.flags if key[0] == rank and key[1] != FREE})
         return True
 
     def _raise(self, key: tuple[int, int, int]) -> bool:

@@ -204,6 +204,13 @@ def test_an_end_that_waits_for_nobody_is_found(operation: str) -> None:
     assert any("rank 0 may end before" in fault for fault in faults)
 
 
+def test_a_signal_from_a_rank_that_may_not_have_begun_is_found() -> None:
+    schedule = typical(num_ranks=2)
+    first = positions(schedule, "copy")[0]
+    moved = changed(schedule, first, after=(), stream="copy 7")
+    assert any(fault.endswith("before rank 0 has begun") for fault in faults_of(moved, signal_faults))
+
+
 def test_a_signal_that_may_come_again_before_it_was_taken_is_found() -> None:
     schedule = typical(num_ranks=2)
     (to_rank_0,) = [n for n in positions(schedule, "copy") if schedule.actions[n].writes[0].rank == 0]

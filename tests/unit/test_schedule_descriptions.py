@@ -161,8 +161,8 @@ def test_both_ends_of_a_flag_give_it_the_same_number_once(schedule: CopySchedule
     for program in programs:
         for step in program.steps:
             taken += [(flag.peer, program.rank, flag.number) for flag in step.takes]
-            raised += [(program.rank, flag.peer, flag.number) for flag in step.raises]
-            assert all(flag.number < program.num_flags for flag in (*step.takes, *step.raises))
+            raised += [(program.rank, flag.peer, flag.number) for flag in (*step.announces, *step.raises)]
+            assert all(flag.number < program.num_flags for flag in (*step.announces, *step.takes, *step.raises))
     assert sorted(taken) == sorted(raised)
     assert len(set(taken)) == len(taken)
 

@@ -2,6 +2,9 @@
 
 Eager calls and calls in a user's capture have separate end events: an eager stream cannot wait for an event that was
 recorded in a capture.
+
+A stream of its own tells the watchdog that a call has ended, because the write takes 2 to 7 us, which would delay what
+follows the call. No other stream has its priority, so that none shares its hardware queue and waits for the call there.
 """
 
 from typing import Any, final
@@ -13,6 +16,7 @@ from counterpoint.cuda.driver import check
 from counterpoint.ops.watchdog import Watchdog
 
 Handle = Any  # cuda-bindings has no types
+WATCH_PRIORITY = -2  # as torch counts; lanes and kernels for experts have others
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
@@ -21,8 +25,9 @@ NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 class CallOrder:
     """Begins and ends the calls of one group; the watchdog watches those that are not captured."""
 
-    def __init__(self, watch: Watchdog) -> None:
+    def __init__(self, watch: Watchdog, watch_stream: torch.cuda.Stream) -> None:
         self._watch = watch
+        self._watch_stream = cu.CUstream(watch_stream.cuda_stream)
         self.start_event, *ends = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self._ends = dict(zip(("eager", "captured"), ends, strict=True))
         self._end_event: Handle = self._ends["eager"]  # end event of the call being issued
@@ -55,7 +60,10 @@ class CallOrder:
         if result != SUCCESS:
             check("Ending a call", (result,))
         if not self.is_in_capture:
-            self._watch.sample(current)
+            (result,) = cu.cuStreamWaitEvent(self._watch_stream, self._end_event, 0)
+            if result != SUCCESS:
+                check("Watching a call", (result,))
+            self._watch.sample(self._watch_stream)
 
     def close(self) -> None:
         """Free what the driver holds."""

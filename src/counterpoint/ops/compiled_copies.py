@@ -19,12 +19,14 @@ from counterpoint.ops.driver_calls import (
     Call,
     Issue,
     StreamNumbers,
+    await_flags,
     compute,
     copy_slice_to_peer,
     copy_to_peer,
+    exchange_flags,
     raise_flags,
     record_event,
-    take_flags,
+    reset_flags,
     use_stream,
     wait_event,
 )
@@ -35,7 +37,7 @@ from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of, with_slices
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
-from counterpoint.schedule.program import Flag, Instruction, Program
+from counterpoint.schedule.program import FREE, Flag, Instruction, Program
 
 Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
@@ -230,7 +232,7 @@ class CompiledCopies(AbstractCompiledSchedule):
                 forked.add(name)
                 issues.append(wait_event(name, self._shared.order.start_event))
             issues += [wait_event(name, self._events[earlier]) for earlier in step.waits]
-            issues += self._takes(name, step.takes)
+            issues += self._begins(step) if step.action.kind == "begin" else self._takes(name, step.takes)
             if step.action.kind == "copy":
                 issues.append(self._copy(step, addresses[step.action.writes[0].rank]))
             elif step.action.kind not in ("begin", "end"):
@@ -255,9 +257,18 @@ class CompiledCopies(AbstractCompiledSchedule):
         to = peer + self._layout.offset(target)
         return copy_to_peer(step.action.stream, to, (source.buffer, offset, num_bytes))
 
+    def _begins(self, step: Instruction) -> list[Issue]:
+        """Reset the flags of this call's later steps, then let every rank know and wait until all have done the same."""
+        flags, name = self._shared.flags, step.action.stream
+        later = range(FREE + 1, 1 + max(flag.number for each in self._program.steps for flag in each.takes))
+        resets = [reset_flags(name, flags.block(later))] if later else []
+        of_peers = [flags.of_peer(flag.number, flag.peer) for flag in step.announces]
+        own = [flags.own(flag.number, flag.peer) for flag in step.takes]
+        return resets + exchange_flags(name, of_peers, own, is_flushing=flags.is_flushing)
+
     def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
         own = [self._shared.flags.own(flag.number, flag.peer) for flag in flags]
-        return take_flags(name, own, is_flushing=self._shared.flags.is_flushing)
+        return await_flags(name, own, is_flushing=self._shared.flags.is_flushing)
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
         return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])

@@ -84,26 +84,53 @@ def copy_slice_to_peer(name: str, to: int, source: Region) -> Issue:
     return issue
 
 
-def take_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
-    """Wait until all these flags are 1, then reset them."""
-    return _batches(name, taking(addresses, is_flushing=is_flushing))
+def reset_flags(name: str, flags: tuple[int, int]) -> Issue:
+    """Set flags to 0, given the address of the first and their number."""
+    address, number = flags
+    first = cu.CUdeviceptr(address)
+
+    def issue(call: Call) -> None:
+        (result,) = cu.cuMemsetD32Async(first, 0, number, call.handles[name])
+        if result != SUCCESS:
+            check("Resetting flags", (result,))
+
+    return issue
 
 
-def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
-    """Return operations that wait until all these flags are 1, then reset them. The last wait flushes: everything that
-    peers wrote before they set the flags can be read after it. Without a flush, the link must keep the order of writes.
-    """
-    last = len(addresses) - 1
-    waits = [
-        memory_operation(WAIT, address, 1, flags=WAIT_EQUAL | FLUSH if is_flushing and number == last else WAIT_EQUAL)
-        for number, address in enumerate(addresses)
-    ]
-    return waits + [memory_operation(WRITE, address, 0) for address in addresses]
+def exchange_flags(name: str, of_peers: Sequence[int], own: Sequence[int], *, is_flushing: bool) -> list[Issue]:
+    """Set the flags of peers to 1, wait until all of one's own are 1, then reset these."""
+    return _batches(name, [*raising(of_peers), *taking(own, is_flushing=is_flushing)])
+
+
+def await_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
+    """Wait until all these flags are 1."""
+    return _batches(name, awaiting(addresses, is_flushing=is_flushing))
 
 
 def raise_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
     """Set these flags to 1."""
-    return _batches(name, [memory_operation(WRITE, address, 1) for address in addresses])
+    return _batches(name, raising(addresses))
+
+
+def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
+    """Return operations that wait until all these flags are 1, then reset them."""
+    return awaiting(addresses, is_flushing=is_flushing) + [memory_operation(WRITE, address, 0) for address in addresses]
+
+
+def awaiting(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
+    """Return operations that wait until all these flags are 1. The last one flushes: everything that peers wrote before
+    they set the flags can be read after it. Without a flush, the link must keep the order of writes.
+    """
+    last = len(addresses) - 1
+    return [
+        memory_operation(WAIT, address, 1, flags=WAIT_EQUAL | FLUSH if is_flushing and number == last else WAIT_EQUAL)
+        for number, address in enumerate(addresses)
+    ]
+
+
+def raising(addresses: Sequence[int]) -> list[Handle]:
+    """Return operations that set these flags to 1. Each waits until earlier work's writes can be seen everywhere."""
+    return [memory_operation(WRITE, address, 1) for address in addresses]
 
 
 def wait_event(name: str, event: Handle) -> Issue:

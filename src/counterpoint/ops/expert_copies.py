@@ -24,7 +24,7 @@ from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
-from counterpoint.ops.call_order import NO_TIMING, CallOrder
+from counterpoint.ops.call_order import NO_TIMING, WATCH_PRIORITY, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import (
     AbstractCombine,
@@ -63,7 +63,7 @@ class ExpertCopies(AbstractExpertCopies):
         self.flags = Flags(group, device, agreement, RESTING)
         self.signals = Signals(self.flags)
         self._have_triton = set(agreement.exchange(b"Triton" if has_triton() else b"no Triton")) == {b"Triton"}
-        self._order = CallOrder(self.flags.watch)
+        self._order = CallOrder(self.flags.watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
         # whether a pass, or what is sent ahead of one, has begun and not ended: its flags are not at rest
         self._is_open = self._is_ahead = False
         self._pool = SymmetricPool(device, group, agreement)

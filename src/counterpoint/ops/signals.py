@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, memory_operation, taking
+from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, raising, taking
 from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
@@ -54,6 +54,12 @@ class Flags:
         """Return the address of the flag that this rank sets on `peer`."""
         return self._memory.addresses[peer] + FLAG_BYTES * (number * self._num_ranks + self._rank)
 
+    def block(self, numbers: range) -> tuple[int, int]:
+        """Return the address of the first of the flags with these numbers that others set on this rank, and how many
+        they are; one lies behind the other.
+        """
+        return self.own(numbers.start, 0), len(numbers) * self._num_ranks
+
     def num_bytes(self) -> int:
         """Bytes of symmetric memory."""
         return int(self._memory.local.numel())
@@ -71,7 +77,7 @@ class Signals:
         """Set this rank's flag on these peers, after the stream's work."""
         key = (WRITE, number, peers)
         if key not in self._batches:
-            self._batches[key] = [memory_operation(WRITE, self._flags.of_peer(number, peer), 1) for peer in peers]
+            self._batches[key] = raising([self._flags.of_peer(number, peer) for peer in peers])
         _issue(self._batches[key], stream)
 
     def take(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
@@ -87,8 +93,8 @@ class Signals:
         key = (EXCHANGE, number, peers)
         if key not in self._batches:
             own = [self._flags.own(number, peer) for peer in peers]
-            raised = [memory_operation(WRITE, self._flags.of_peer(number, peer), 1) for peer in peers]
-            self._batches[key] = raised + taking(own, is_flushing=self._flags.is_flushing)
+            raised = [self._flags.of_peer(number, peer) for peer in peers]
+            self._batches[key] = raising(raised) + taking(own, is_flushing=self._flags.is_flushing)
         _issue(self._batches[key], stream)
 
 

@@ -64,7 +64,9 @@ def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def signal_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return signals that may be sent in one call before they were received in the call before."""
+    """Return signals that may be sent in one call before they were received in the call before, or before the sender has
+    begun: `begin` waits until every rank has reset the flags that stand for its signals.
+    """
     happens = HappensBefore(schedule, NUM_CALLS)
     size = len(schedule.actions)
     for position, action in enumerate(schedule.actions):
@@ -74,6 +76,12 @@ def signal_faults(schedule: CopySchedule) -> Iterator[str]:
                     f"{_name(schedule, before)} may signal {_name(schedule, position)} again before it has received "
                     "the last signal"
                 )
+    begins = {action.rank: number for number, action in enumerate(schedule.actions) if action.kind == "begin"}
+    for position, action in enumerate(schedule.actions):
+        for before in action.after:
+            sender = schedule.actions[before].rank
+            if sender != action.rank and before != begins[sender] and not happens.is_before(begins[sender], before):
+                yield f"{_name(schedule, before)} may signal {_name(schedule, position)} before rank {sender} has begun"
     ends = {action.rank: number for number, action in enumerate(schedule.actions) if action.kind == "end"}
     for position, action in enumerate(schedule.actions):
         if action.kind == "begin":

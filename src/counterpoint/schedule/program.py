@@ -8,7 +8,7 @@ they derive all numbers from the same schedule.
 from counterpoint.schedule.actions import FIRST_COMPUTE, Action, CopySchedule
 from counterpoint.value import Value
 
-FREE = 0  # the flag that allows writing to a rank's symmetric buffers, because no rank reads them any more
+FREE = 0  # the flag by which a rank says that it has begun: its symmetric buffers may be written, and its flags raised
 
 
 class Flag(Value, frozen=True, kw_only=True):
@@ -21,13 +21,17 @@ class Flag(Value, frozen=True, kw_only=True):
 class Instruction(Value, frozen=True, kw_only=True):
     """An action of this rank, or a copy that another rank sends to it (`is_incoming`).
 
-    `takes`: flags to wait for, and to lower again. `waits`: earlier steps, by position in the schedule, on other
-    streams of this rank. `raises`: flags of others to raise when it is done. `is_awaited`: another stream of this
-    rank waits for it.
+    `announces`: flags of others to raise first. `takes`: flags to wait for. `waits`: earlier steps, by position in the
+    schedule, on other streams of this rank. `raises`: flags of others to raise when it is done. `is_awaited`: another
+    stream of this rank waits for it.
+
+    `begin` lowers all flags that later steps take, and then announces. So steps that take flags wait for it, and no other
+    step lowers one; those that `begin` itself takes it lowers afterwards.
     """
 
     position: int
     action: Action
+    announces: tuple[Flag, ...] = ()
     takes: tuple[Flag, ...] = ()
     waits: tuple[int, ...] = ()
     raises: tuple[Flag, ...] = ()
@@ -71,14 +75,15 @@ def make_program(schedule: CopySchedule, rank: int) -> Program:
             if is_incoming:
                 steps.append(Instruction(position=position, action=action, is_incoming=True))
             continue
-        free = tuple(Flag(peer=peer, number=FREE) for peer in peers)
+        free = tuple(Flag(peer=peer, number=FREE) for peer in peers) if action.kind == "begin" else ()
         steps.append(
             Instruction(
                 position=position,
                 action=action,
-                takes=free if action.kind == "begin" else tuple(takes.get(position, ())),
+                announces=free,
+                takes=free or tuple(takes.get(position, ())),
                 waits=tuple(waits.get(position, ())),
-                raises=free if action.kind == "end" else tuple(raises.get(position, ())),
+                raises=tuple(raises.get(position, ())),
                 is_awaited=position in awaited,
             )
         )
@@ -94,6 +99,7 @@ def _edges(schedule: CopySchedule) -> tuple[dict[int, list[Flag]], dict[int, lis
     raises: dict[int, list[Flag]] = {}
     waits: dict[int, list[int]] = {}
     numbers: dict[tuple[int, int], int] = {}
+    begins = {action.rank: position for position, action in enumerate(schedule.actions) if action.kind == "begin"}
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             earlier = schedule.actions[before]
@@ -106,4 +112,7 @@ def _edges(schedule: CopySchedule) -> tuple[dict[int, list[Flag]], dict[int, lis
             numbers[pair] = numbers.get(pair, FREE) + 1
             raises.setdefault(before, []).append(Flag(peer=action.rank, number=numbers[pair]))
             takes.setdefault(position, []).append(Flag(peer=earlier.rank, number=numbers[pair]))
+            begin = begins[action.rank]
+            if action.stream != schedule.actions[begin].stream and known.is_new(action, schedule.actions[begin], begin):
+                waits.setdefault(position, []).append(begin)
     return takes, raises, waits

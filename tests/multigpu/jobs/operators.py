@@ -303,7 +303,7 @@ def leave() -> None:
     """The process ends by itself with recordings alive."""
     repeat("all_gather_matmul", ops.all_gather_matmul, GATHERS[2], 512)
     dist.destroy_process_group()
-    print("leave: ok", flush=True)
+    print("leave: ok\n", end="", flush=True)
 
 
 def num_recordings() -> int:
@@ -412,7 +412,7 @@ def use_memory() -> None:
 def report(name: str) -> None:
     torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        print(f"{name}: ok", flush=True)
+        print(f"{name}: ok\n", end="", flush=True)  # a line at once: ranks share the output
 
 
 SECTIONS = {
