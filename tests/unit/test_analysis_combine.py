@@ -230,6 +230,16 @@ def test_the_verdict_where_nothing_is_exposed(
     assert analysis.causes == ()
 
 
+def test_communication_that_nothing_hides_is_exposed_however_long_the_step_is() -> None:
+    rank = rank_of(0, [traced(0, 0, 0, 15)], world_size=1)
+    long = replace(rank, steps=(replace(rank.steps[0], end_us=46_150.0),))
+
+    assert combine([long]).headline.verdict == (
+        "Less than 0.1 % of the step is exposed communication (15 us of 46.15 ms, rank 0), "
+        "mainly because the next kernel needs the result."
+    )
+
+
 def test_every_cause_has_words() -> None:
     assert set(get_args(Cause)) <= CAUSE_WORDS.keys()
 
