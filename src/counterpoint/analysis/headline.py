@@ -41,6 +41,10 @@ def headline(
     analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval], unknown: str = ""
 ) -> Headline:
     """Return verdict, why and next, without recoverable times; `unknown` says why causes cannot be known."""
+    wrong = next((rank for rank in analysis.ranks if rank.untrusted), None)
+    if wrong is not None:
+        verdict = f"UNKNOWN: the times of rank {wrong.rank} contradict each other. {wrong.untrusted}"
+        return Headline(verdict=verdict, why=(), next=())
     if analysis.step_us <= 0:
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
