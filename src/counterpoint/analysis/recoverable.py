@@ -38,11 +38,14 @@ Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...], tuple[Directive, .
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
-def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
-    """Return what would shorten the step of `job`, which was read from `source`, by value. Causes that the step does not
-    have are not named."""
+def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: str | None = None) -> tuple[Recoverable, ...]:
+    """Return what would shorten the step of `job`, by value. Causes that the step does not have are not named.
+
+    The job was read from `source`, and for the machine that the user named, or None.
+    """
     job = replace(job, step=_without_waits(job.step, analysis, source))
-    save = f"counterpoint tune {shlex.quote(source)} -o plan.toml"
+    machine = () if machine_name is None else ("--machine", machine_name)
+    save = shlex.join(("counterpoint", "tune", source, *machine, "-o", "plan.toml"))
     commands = (OTHER_PLAN, save, RUN) if analysis.skews else (save, RUN)
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)

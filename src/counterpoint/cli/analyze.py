@@ -216,7 +216,7 @@ def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machin
         job = job_of(step, machine_name)
     except CounterpointError as problem:
         return replace(found, problems=(*found.problems, f"What can be recovered is not known: {problem}"))
-    return with_recoverable(found, find_recoverable(found, job, source))
+    return with_recoverable(found, find_recoverable(found, job, source, machine_name))
 
 
 def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None:
