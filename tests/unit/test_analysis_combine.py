@@ -133,6 +133,7 @@ def random_job(seed: int) -> list[RankAnalysis]:
 def test_causes_and_breakdowns_add_up_and_no_order_of_ranks_matters(seed: int, order: list[int]) -> None:
     ranks = random_job(seed)
     analysis = combine(ranks)
+    num_steps = sum(len(rank.steps) for rank in ranks)
 
     assert combine([ranks[place] for place in order]) == analysis
     assert sum(total.exposed_us for total in analysis.causes) == pytest.approx(analysis.exposed_us, abs=1e-6)
@@ -140,7 +141,7 @@ def test_causes_and_breakdowns_add_up_and_no_order_of_ranks_matters(seed: int, o
     for aspect in ("collective", "process_group", "stream", "module", "phase", "transport"):
         rows = [row for row in analysis.breakdowns if row.aspect == aspect]
         assert sum(row.exposed_us for row in rows) == pytest.approx(analysis.exposed_us, abs=1e-6)
-        assert sum(row.num_collectives for row in rows) == sum(len(rank.collectives) for rank in ranks)
+        assert num_steps * sum(row.num_collectives for row in rows) == pytest.approx(sum(len(r.collectives) for r in ranks))
     for rank in ranks:
         traced_us = sum(interval.duration_us for interval in rank.exposed)
         found_us = sum(interval.duration_us for interval in analysis.exposed if interval.rank == rank.rank)
@@ -169,12 +170,14 @@ def test_a_gap_that_needs_nothing_of_a_late_collective_stays_a_gap() -> None:
 
 
 def test_means_are_over_steady_steps() -> None:
-    collectives = [traced(0, 0, 0, 900, step=1), traced(0, 1, 1000, 1100, step=2), traced(0, 2, 2000, 2200, step=3)]
+    times = ((0, 900, 1), (1000, 1100, 2), (2000, 2150, 3), (2200, 2250, 3))
+    collectives = [traced(0, number, start, end, step=step) for number, (start, end, step) in enumerate(times)]
     analysis = combine([rank_of(0, collectives, steady=(2, 3))])
 
     assert (analysis.exposed_us, analysis.step_us) == (150.0, 1000.0)
     assert analysis.causes[0].exposed_us == 150.0
-    assert analysis.breakdowns[0].num_collectives == 2
+    row = analysis.breakdowns[0]
+    assert (row.num_collectives, row.num_bytes, row.communication_us) == (1.5, 1.5 * MIB, 150.0)
 
 
 def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
@@ -228,6 +231,16 @@ def test_the_verdict_where_nothing_is_exposed(
 
     assert analysis.headline.verdict.startswith(begins)
     assert analysis.causes == ()
+
+
+def test_communication_that_nothing_hides_is_exposed_however_long_the_step_is() -> None:
+    rank = rank_of(0, [traced(0, 0, 0, 15)], world_size=1)
+    long = replace(rank, steps=(replace(rank.steps[0], end_us=46_150.0),))
+
+    assert combine([long]).headline.verdict == (
+        "Less than 0.1 % of the step is exposed communication (15 us of 46.15 ms, rank 0), "
+        "mainly because the next kernel needs the result."
+    )
 
 
 def test_every_cause_has_words() -> None:

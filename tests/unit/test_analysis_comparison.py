@@ -42,6 +42,18 @@ def test_nothing_changes_between_a_run_and_itself() -> None:
     assert comparison_problems(analysis, analysis) == ()
 
 
+def test_a_run_whose_times_contradict_each_other_has_no_verdict_and_is_named_in_a_comparison() -> None:
+    wrong = run_of((100.0,), {}, untrusted="1 operation overlaps its predecessor.")
+
+    assert wrong.headline.verdict == (
+        "UNKNOWN: the times of rank 0 contradict each other. 1 operation overlaps its predecessor."
+    )
+    assert (wrong.headline.why, wrong.headline.next) == ((), ())
+    assert comparison_problems(wrong, run_of((100.0,), {})) == (
+        "rank0.json cannot be compared. 1 operation overlaps its predecessor.",
+    )
+
+
 def test_other_gpus_and_collectives_of_one_run_only_are_named() -> None:
     before = run_of((100.0,), {}, device_name="NVIDIA H200")
     after = combine(

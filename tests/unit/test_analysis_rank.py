@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
+from counterpoint.analysis.combine import combine
 from counterpoint.analysis.lanes import draw_lanes
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.roles import find_roles
@@ -90,10 +91,11 @@ def test_copies_sums_and_signals_on_a_stream_that_computes_carry_one_collective(
     assert len(analysis.collectives) == 1
     gather = analysis.collectives[0]
     assert (gather.collective, gather.transport, gather.num_bytes) == ("all_gather", "copy_engine", 4 << 20)
-    assert (gather.start_us, gather.end_us, gather.waiting_us) == (202, 746, 12)
+    assert (gather.start_us, gather.end_us, gather.waiting_us, gather.paused_us) == (202, 746, 12, 212)
     step = analysis.steps[0]
     assert (step.communication_us, step.waiting_us, step.exposed_us) == (332, 12, 332)
     assert step.copy_us == 20
+    assert {row.communication_us for row in combine([analysis]).breakdowns} == {332}, "without the pauses between pieces"
 
 
 def test_operations_that_overlap_on_a_stream_are_a_problem(tmp_path: Path) -> None:

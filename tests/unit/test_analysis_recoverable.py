@@ -6,9 +6,11 @@ import pytest
 
 from counterpoint.analysis.combine import combine
 from counterpoint.analysis.rank import analyze_rank
-from counterpoint.analysis.recoverable import find_recoverable
+from counterpoint.analysis.recoverable import OTHER_PLAN, find_recoverable
 from counterpoint.analysis.values import Recoverable
 from counterpoint.job import load_job
+from counterpoint.planner.search import tune
+from counterpoint.sim import Simulator
 from counterpoint.traces.formats import read_activity
 from helpers.command import TRACES
 
@@ -33,6 +35,21 @@ def test_entries_come_by_value_with_lines_to_paste_and_marks_on_what_the_replay_
 
 def test_the_order_of_the_files_changes_nothing() -> None:
     assert recovered(DDP[1], *DDP) == recovered(DDP[1], *reversed(DDP))
+
+
+def test_the_plan_is_named_as_tune_names_it_and_alone_has_the_commands_that_apply_it() -> None:
+    analysis, job = combine([analyze_rank(read_activity(DDP[0]))]), load_job("cb_ar_opt1")
+    found = find_recoverable(analysis, job, "cb_ar_opt1")
+    planned = [each for each in found if "counterpoint tune cb_ar_opt1 -o plan.toml" in each.apply]
+    assert [each.what for each in planned] == ["priority + head start 5 us"]
+    assert tune(job.step, job.machine, Simulator()).plan.summary.startswith("priority + head start 5 us: ")
+    assert "priority" in {each.what for each in found}
+
+
+def test_a_plan_without_the_waits_that_other_ranks_show_may_not_be_the_one_that_tune_finds() -> None:
+    alone, together = ([line for each in recovered(DDP[1], *files) for line in each.apply] for files in (DDP[1:], DDP))
+    assert OTHER_PLAN in together
+    assert OTHER_PLAN not in alone
 
 
 def test_waits_that_other_ranks_show_are_not_recovered() -> None:

@@ -126,7 +126,33 @@ def test_what_is_wrong_is_one_line(words: Sequence[str], said: str) -> None:
     assert said in refusal("analyze", *words)
 
 
+def test_the_command_that_saves_the_plan_names_the_machine_that_the_user_named(tmp_path: Path) -> None:
+    document = json.loads(gzip.decompress(Path(DDP[0]).read_bytes()))
+    document["deviceProperties"][0].pop("name")
+    unnamed = tmp_path / "unnamed.json"
+    unnamed.write_text(json.dumps(document))
+    status, out, _ = analyze(str(unnamed), "--machine", "h200")
+    assert status == 0
+    assert f"counterpoint tune {unnamed} --machine h200 -o plan.toml" in out
+
+
 def test_a_machine_that_is_not_the_traced_one_leaves_out_only_what_is_simulated() -> None:
     status, out, _ = analyze(DDP[0], "--machine", "a100")
     assert status == 0
     assert "What can be recovered is not known" in " ".join(out.split())
+
+
+def test_a_kernel_that_the_machine_cannot_run_leaves_out_only_what_is_simulated(tmp_path: Path) -> None:
+    document = json.loads(gzip.decompress(Path(DDP[0]).read_bytes()))
+    kernel = next(event for event in document["traceEvents"] if event.get("cat") == "kernel")
+    for event in document["traceEvents"]:
+        if event["name"] == kernel["name"]:
+            event["args"]["shared memory"] = 1_000_000
+    trace = tmp_path / "too_large.json"
+    trace.write_text(json.dumps(document))
+    status, out, err = analyze(str(trace))
+    assert (status, err) == (0, "")
+    said = " ".join(out.split())
+    assert "of the step is exposed communication" in said
+    assert "What can be recovered is not known: Operation" in said
+    assert "limited by shared_memory" in said

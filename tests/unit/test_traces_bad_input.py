@@ -90,6 +90,8 @@ def last_kernel(trace: TraceBuilder) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (lambda trace: last_kernel(trace).pop("ts"), ">' has no 'ts'; record the trace again"),
+        (lambda trace: last_kernel(trace).pop("dur"), ">' at 20512 us has no 'dur'; record the trace again"),
         (lambda trace: last_kernel(trace).update(ts=-5), "times must be from 0"),
         (lambda trace: last_kernel(trace).update(dur=-5), "times must be from 0"),
         (lambda trace: last_kernel(trace).update(ts=1e18), "times must be from 0"),

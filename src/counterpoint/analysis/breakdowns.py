@@ -27,13 +27,13 @@ def collectives_of(ranks: Sequence[RankAnalysis]) -> dict[tuple[int, int], Trace
 def breakdowns(
     collectives: Collectives, exposed: Sequence[ExposedInterval], steps: frozenset[StepOfRank]
 ) -> tuple[Breakdown, ...]:
-    """Return times per step and rank by each aspect; an aspect's exposed times add up to the exposed time of the steps."""
+    """Return means per step and rank by each aspect; an aspect's exposed times add up to the exposed time of the steps."""
     alike: dict[tuple[str, ...], list[float]] = {}  # by the names of all aspects: count, communication, exposed, bytes
     for collective in collectives.values():
         if (collective.rank, collective.step) in steps:
             sums = alike.setdefault(_names(collective), [0, 0.0, 0.0, 0])
             sums[0] += 1
-            sums[1] += collective.end_us - collective.start_us
+            sums[1] += collective.end_us - collective.start_us - collective.paused_us
             sums[3] += collective.num_bytes
     for interval in exposed:
         if (interval.rank, interval.step) in steps:
@@ -53,10 +53,10 @@ def _by_aspect(
         Breakdown(
             aspect=aspect,
             name=name,
-            num_collectives=int(count),
+            num_collectives=count / num_steps,
             communication_us=communication_us / num_steps,
             exposed_us=exposed_us / num_steps,
-            num_bytes=int(num_bytes),
+            num_bytes=num_bytes / num_steps,
         )
         for name, (count, communication_us, exposed_us, num_bytes) in totals.items()
     ]

@@ -8,7 +8,7 @@ from counterpoint.analysis.members import Members, bytes_of_copies, find_members
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, TracedCollective
 from counterpoint.kernel_names import short_name
-from counterpoint.spans import Span
+from counterpoint.spans import Span, length, union
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import Group, classify_kernel, collective_kind, element_bytes, name_groups
@@ -59,6 +59,8 @@ def _collective(
     first, operator = operations[0], timed.operator_of(members.operations[0])
     launches = [time for index in members.operations if (time := timed.launches[index]) is not None]
     waiting = sum(timed.ends[i] - timed.starts[i] for i in members.operations if roles[i] == "waiting")
+    start, end = timed.starts[members.operations[0]], max(timed.ends[index] for index in members.operations)
+    running = length(union((timed.starts[index], timed.ends[index]) for index in members.operations))
     kind, num_bytes, transport, name, group_size = _what(timed, members, operations)
     return TracedCollective(
         rank=timed.trace.rank or 0,
@@ -69,8 +71,8 @@ def _collective(
         collective=kind,
         transport=transport,
         stream=first.stream,
-        start_us=ns_to_us(timed.starts[members.operations[0]]),
-        end_us=ns_to_us(max(timed.ends[index] for index in members.operations)),
+        start_us=ns_to_us(start),
+        end_us=ns_to_us(end),
         num_bytes=num_bytes,
         group_size=group_size,
         process_group=groups.get(first.arguments.process_group) if members.is_library else None,
@@ -80,6 +82,7 @@ def _collective(
         group_ranks=ranks_of_group(first.arguments, group_size),
         issued_us=ns_to_us(min(launches)) if launches else None,
         waiting_us=ns_to_us(waiting),
+        paused_us=ns_to_us(end - start - running),
         imbalance=imbalance(first) if kind == "all_to_all" else 0.0,
     )
 

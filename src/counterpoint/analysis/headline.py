@@ -20,7 +20,7 @@ from counterpoint.analysis.values import (
 from counterpoint.units import format_numbers, format_percent, format_us
 
 MOST_LINES = 3
-LEAST_EXPOSED_SHARE = 0.0005  # of the step; a smaller share prints as 0.0 %
+LEAST_SHOWN_SHARE = 0.0005  # of the step or of the communication; a smaller share prints as 0.0 %
 LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step; from this share on, a line about the host is added
 
 CAUSE_WORDS: Mapping[str, str] = {
@@ -41,6 +41,10 @@ def headline(
     analysis: Analysis, collectives: Collectives, exposed: Sequence[ExposedInterval], unknown: str = ""
 ) -> Headline:
     """Return verdict, why and next, without recoverable times; `unknown` says why causes cannot be known."""
+    wrong = next((rank for rank in analysis.ranks if rank.untrusted), None)
+    if wrong is not None:
+        verdict = f"UNKNOWN: the times of rank {wrong.rank} contradict each other. {wrong.untrusted}"
+        return Headline(verdict=verdict, why=(), next=())
     if analysis.step_us <= 0:
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
@@ -53,12 +57,13 @@ def headline(
             f"UNKNOWN: {format_percent(share)} of the step is exposed ({of_step}), but the causes are unknown. {unknown}"
         )
         return Headline(verdict=verdict, why=(), next=_next_lines(analysis))
-    if share < LEAST_EXPOSED_SHARE:
+    if analysis.exposed_us < LEAST_SHOWN_SHARE * analysis.communication_us:
         hidden = f"computation hides all {format_us(analysis.communication_us)} of communication per step"
         return Headline(verdict=f"Nothing is exposed: {hidden}, in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
     because = f", mainly because {CAUSE_WORDS[analysis.causes[0].cause]}" if analysis.causes else ""
+    part = format_percent(share) if share >= LEAST_SHOWN_SHARE else "Less than 0.1 %"
     return Headline(
-        verdict=f"{format_percent(share)} of the step is exposed communication ({of_step}, {_scope(analysis)}){because}.",
+        verdict=f"{part} of the step is exposed communication ({of_step}, {_scope(analysis)}){because}.",
         why=_why_lines(analysis, collectives, exposed),
         next=_next_lines(analysis),
     )

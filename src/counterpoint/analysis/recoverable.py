@@ -22,6 +22,7 @@ from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
 
 RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
+OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
 # The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "priority": ("starved", "queued"),
@@ -37,10 +38,15 @@ Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...], tuple[Directive, .
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
-def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recoverable, ...]:
-    """Return what would shorten the step of `job`, which was read from `source`, by value. Causes that the step does not
-    have are not named."""
+def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: str | None = None) -> tuple[Recoverable, ...]:
+    """Return what would shorten the step of `job`, by value. Causes that the step does not have are not named.
+
+    The job was read from `source`, and for the machine that the user named, or None.
+    """
     job = replace(job, step=_without_waits(job.step, analysis, source))
+    machine = () if machine_name is None else ("--machine", machine_name)
+    save = shlex.join(("counterpoint", "tune", source, *machine, "-o", "plan.toml"))
+    commands = (OTHER_PLAN, save, RUN) if analysis.skews else (save, RUN)
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     baseline_us = measure(tuning.baseline).makespan_us
@@ -56,7 +62,7 @@ def find_recoverable(analysis: Analysis, job: Job, source: str) -> tuple[Recover
             saved_us=_saved_us(job, lone_us, directives),
             is_within_replay_error=recovers_us <= error_us,
         )
-        for causes, what, recovers_us, apply, directives in (*_by_controls(tuning, baseline_us, source), *_by_changes(job))
+        for causes, what, recovers_us, apply, directives in (*_by_controls(tuning, baseline_us, commands), *_by_changes(job))
     ]
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
@@ -86,8 +92,11 @@ def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
     return replace(step, operations=tuple(map(of_all_ranks, step.operations)))
 
 
-def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[Entry]:
-    """Yield the best trial of each control alone, and the plan, if it holds several controls."""
+def _by_controls(tuning: Tuning, baseline_us: float, commands: tuple[str, ...]) -> Iterator[Entry]:
+    """Yield the best trial of each control alone, and the plan, if it holds several controls.
+
+    The commands apply the whole plan, so only the entry of the plan has them.
+    """
     best: dict[str, Trial] = {}
     for trial in tuning.trials:
         if len(trial.families) != 1 or trial.makespan_us > (1 - LEAST_SIMULATED_GAIN) * baseline_us:
@@ -95,17 +104,15 @@ def _by_controls(tuning: Tuning, baseline_us: float, source: str) -> Iterator[En
         held = best.get(trial.families[0])
         if held is None or trial.makespan_us < held.makespan_us:
             best[trial.families[0]] = trial
-    save = f"counterpoint tune {shlex.quote(source)} -o plan.toml"
-    in_plan = {control.tag for directive in tuning.plan.directives for control in directive.controls}
+    planned = next(trial for trial in tuning.trials if trial.directives == tuning.plan.directives)
+    if len(planned.families) == 1:
+        best[planned.families[0]] = planned
     for family, trial in best.items():
-        by_plan = (save, RUN) if family in in_plan else ()
-        apply = (*by_plan, *dict.fromkeys(_lines_of(trial)))
+        apply = (*(commands if trial is planned else ()), *dict.fromkeys(_lines_of(trial)))
         yield ACTS_ON.get(family, ()), trial.label, baseline_us - trial.makespan_us, apply, trial.directives
-    if len(in_plan) > 1:
-        causes = tuple(dict.fromkeys(cause for family in sorted(in_plan) for cause in ACTS_ON.get(family, ())))
-        planned_us = measure(tuning.planned).makespan_us
-        words = " and ".join(best[family].label if family in best else family for family in sorted(in_plan))
-        yield causes, f"{words} together, as in the plan", baseline_us - planned_us, (save, RUN), tuning.plan.directives
+    if len(planned.families) > 1:
+        causes = tuple(dict.fromkeys(cause for family in planned.families for cause in ACTS_ON.get(family, ())))
+        yield causes, planned.label, baseline_us - planned.makespan_us, commands, planned.directives
 
 
 def _saved_us(job: Job, lone_us: list[float], directives: tuple[Directive, ...]) -> float:

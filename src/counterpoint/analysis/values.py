@@ -70,9 +70,10 @@ class TracedCollective(Value, frozen=True, kw_only=True):
 
     `number` counts the rank's collectives by start, `group_number` those of its process group. `step` is -1 outside the
     profiled steps. `before` says in words what the rank did before it came to the collective, for ranks that waited for this
-    one. `issued_us` is the host's launch. `imbalance` is the largest part over the mean part of an uneven all-to-all, 1 if
-    parts are even, 0 if unknown. `group_ranks` are the ranks of the process group if the trace lists them all.
-    `communicator` is the library's own name of the group, if it is logged (`inspector` describes the logs).
+    one. `issued_us` is the host's launch. `paused_us` is the time between its operations in which none of them runs.
+    `imbalance` is the largest part over the mean part of an uneven all-to-all, 1 if parts are even, 0 if unknown.
+    `group_ranks` are the ranks of the process group if the trace lists them all. `communicator` is the library's own name of
+    the group, if it is logged (`inspector` describes the logs).
     """
 
     rank: int
@@ -93,6 +94,7 @@ class TracedCollective(Value, frozen=True, kw_only=True):
     module: str = ""
     issued_us: float | None = None
     waiting_us: float = 0.0
+    paused_us: float = 0.0
     exposed_us: float = 0.0
     imbalance: float = 0.0
     before: str = ""
@@ -123,17 +125,17 @@ class ExposedInterval(Value, frozen=True, kw_only=True):
 
 
 class Breakdown(Value, frozen=True, kw_only=True):
-    """Communication of the steady steps for one value of an aspect: mean times per step and rank.
+    """Communication of the steady steps for one value of an aspect: means per step and rank.
 
-    `num_collectives` and `num_bytes` are sums over the steady steps of all ranks.
+    `communication_us` is the time in which operations of the collectives run, without their pauses.
     """
 
     aspect: Aspect
     name: str
-    num_collectives: int
+    num_collectives: float
     communication_us: float
     exposed_us: float
-    num_bytes: int = 0
+    num_bytes: float = 0.0
 
 
 class OperatorRow(Value, frozen=True, kw_only=True):
@@ -250,7 +252,10 @@ def _label(kind: CollectiveKind, num_bytes: int) -> str:
 
 
 class CauseTotal(Value, frozen=True, kw_only=True):
-    """Exposed time of one cause, mean per steady step and rank. The shares of all causes add up to 1."""
+    """Exposed time of one cause, mean per steady step and rank. The shares of all causes add up to 1.
+
+    `num_intervals` is the sum over the steady steps of all ranks.
+    """
 
     cause: Cause
     exposed_us: float

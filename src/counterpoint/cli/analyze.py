@@ -205,7 +205,9 @@ def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
 
 
 def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machine_name: str | None) -> "Analysis":
-    """Return the analysis with the planner's gain, or with the reason why it is unknown, as for an undescribed GPU."""
+    """Return the analysis with the planner's gain, or with the reason why it is unknown: the GPU is not described, or the
+    simulated machine cannot run a kernel of the step.
+    """
     from counterpoint.analysis.headline import with_recoverable  # noqa: PLC0415
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
     from counterpoint.job import job_of  # noqa: PLC0415
@@ -213,10 +215,10 @@ def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machin
     if not found.communication_us:
         return found
     try:
-        job = job_of(step, machine_name)
+        entries = find_recoverable(found, job_of(step, machine_name), source, machine_name)
     except CounterpointError as problem:
         return replace(found, problems=(*found.problems, f"What can be recovered is not known: {problem}"))
-    return with_recoverable(found, find_recoverable(found, job, source))
+    return with_recoverable(found, entries)
 
 
 def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None:

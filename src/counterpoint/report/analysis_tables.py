@@ -51,7 +51,7 @@ def _causes(analysis: Analysis) -> FigureTable:
     return new_figures(
         "causes",
         "Causes of exposed communication",
-        "Each exposed interval has one cause. Mean per steady step and rank.",
+        "Each exposed interval has one cause. Times are means per steady step and rank, intervals are sums.",
         [
             text_column("cause"),
             *figure_columns("us", "exposed"),
@@ -137,7 +137,7 @@ def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
     return new_figures(
         f"by-{aspect.replace('_', '-')}",
         f"Communication by {ASPECTS[aspect]}",
-        "Mean times per steady step and rank; collectives and sizes are sums over steady steps and ranks.",
+        "Means per steady step and rank. Communication is the time in which pieces of collectives run.",
         [
             text_column(ASPECTS[aspect]),
             *figure_columns("us", "communication", "exposed"),

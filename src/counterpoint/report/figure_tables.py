@@ -49,7 +49,12 @@ def format_cell(kind: Kind, cell: Cell) -> str:
         "bytes": format_bytes,
         "rate": format_rate,
     }
-    return formats.get(kind, "{:,.4g}".format if isinstance(cell, float) else "{:,}".format)(cell)
+    return formats.get(kind, _format_number)(cell)
+
+
+def _format_number(number: float) -> str:
+    """Format a count or a mean with four significant digits at least, and whole where it has more."""
+    return f"{number:,.4g}" if isinstance(number, float) and abs(number) < 999.95 else f"{number:,.0f}"
 
 
 def text_column(name: str, *, is_detail: bool = False) -> FigureColumn:

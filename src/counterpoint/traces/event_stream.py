@@ -23,6 +23,7 @@ BLOCK_BYTES = MIB  # four times as much takes a sixth longer, as blocks and thei
 MOST_AROUND_BYTES = 64 * MIB  # limit on the text before or after the events, and on the largest event
 MOST_CANDIDATES = 8
 WINDOW_BYTES = 65536  # a cut is first looked for within this distance of the block's end
+NOT_STATED = -0.0  # a time that an event lacks: counts as 0, and its sign tells it from a 0 that the file states
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CUT = re.compile(rb"\}(?=\s*,\s*\{)")
@@ -36,8 +37,8 @@ class Event(msgspec.Struct, gc=False):
 
     name: str = ""
     cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: float = NOT_STATED
+    dur: float = NOT_STATED
     tid: int | str = 0
     args: msgspec.Raw = msgspec.Raw(b"{}")
 

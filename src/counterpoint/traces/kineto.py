@@ -8,6 +8,7 @@ step is, nor what a kernel does. On AMD the launches are called `hip...`; the ca
 import re
 from collections.abc import Iterator
 from functools import cache
+from math import copysign
 from pathlib import Path
 from sys import intern
 from typing import TypeVar
@@ -21,7 +22,7 @@ from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import MAX_RANKS
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
 from counterpoint.traces.assembly import assemble
-from counterpoint.traces.event_stream import Device, Distributed, Event, EventStream, Surroundings
+from counterpoint.traces.event_stream import NOT_STATED, Device, Distributed, Event, EventStream, Surroundings
 from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
 from counterpoint.value import cyclic_gc_paused, require
 
@@ -249,5 +250,13 @@ def _decoders(kind: type[K]) -> tuple[msgspec.json.Decoder[K], msgspec.json.Deco
 
 
 def _check_times(path: Path, event: Event) -> None:
+    if 0 < event.ts < MAX_US and 0 < event.dur < MAX_US:
+        return
+    for field, time_us in (("ts", event.ts), ("dur", event.dur)):
+        if time_us == 0 and copysign(1, time_us) == copysign(1, NOT_STATED):
+            place = f" at {event.ts:.15g} us" if field == "dur" else ""
+            raise TraceError(
+                f"{path}: '{shown(event.name)}'{place} has no '{field}'; record the trace again with torch.profiler."
+            )
     if not (0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US):
         raise TraceError(f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' has {event.ts} for {event.dur}.")
