@@ -15,6 +15,7 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner.movements import only_waits
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor
 from counterpoint.units import MIB
@@ -78,7 +79,11 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
     if not kernels:
         return
     main = kernels.most_common(1)[0][0]
-    on_main = [n for n, each in enumerate(step.operations) if isinstance(each, Collective) and each.stream == main]
+    on_main = [
+        n
+        for n, each in enumerate(step.operations)
+        if isinstance(each, Collective) and each.stream == main and not only_waits(each)
+    ]
     if on_main:
         names = dict.fromkeys(each.collective for each in step.operations if isinstance(each, Collective))
         used = dict.fromkeys(_collective(step, number).collective for number in on_main)
@@ -111,7 +116,10 @@ def _beside(step: Step, main: int, collective: str) -> list[int]:
 
 
 def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
-    """Move collectives from the computation's stream to a new one; what follows the next matmul there waits for each."""
+    """Move collectives from the computation's stream to a new one; what follows the next matmul there waits for each.
+
+    What a collective awaits of other streams still delays the next operation of its old stream.
+    """
     operations = list(step.operations)
     own = max(operation.stream for operation in operations) + 1
     rest = [n for n, each in enumerate(step.operations) if each.stream == main and n not in set(moved)]
@@ -120,6 +128,10 @@ def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
         waits = () if before is None else (before,)
         operations[number] = replace(_waiting(operations[number], waits), stream=own)
         after = [n for n in rest if n > number]
+        for beside in after[:1]:
+            awaited = (wait.operation for wait in step.operations[number].waits_for)
+            others = [n for n in awaited if step.operations[n].stream != main]
+            operations[beside] = _waiting(operations[beside], others)
         large = next((place for place, n in enumerate(after) if _is_large(step.operations[n])), len(after))
         for consumer in after[large + 1 : large + 2]:
             operations[consumer] = _waiting(operations[consumer], (number,))
