@@ -93,6 +93,17 @@ def test_beside_light_kernels_only_kernels_that_a_collective_waits_for_are_cappe
     assert cap.ctas_per_sm * charged + 1024 <= 233_472
 
 
+def test_collectives_of_one_rank_are_no_candidates() -> None:
+    gather = msgspec.structs.replace(collective(0, "all_gather"), num_bytes=1 << 30)
+    made_up = step(kernel("before", lone_us=50), kernel("beside"), gather, kernel("after", lone_us=3000))
+    assert {"priority", "communication_ctas", "transport"} <= families(proposed(made_up))
+    alone = msgspec.structs.replace(gather, group_size=1)
+    found = proposed(step(*(alone if each is gather else each for each in made_up.operations)))
+    assert not found.candidates
+    for control in ("priority", "head_start", "residency_cap", "communication_ctas", "transport"):
+        assert "one rank" in refused(found, control)[0][1]
+
+
 @pytest.mark.parametrize(
     ("lone_us", "plan", "reason"),
     [(500.0, LEAVE_IT, "beside only 1 of the kernel's 16 CTAs per SM"), (500.0, LIGHT, "Each CTA of the kernel ends after")],

@@ -15,7 +15,7 @@ from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, r
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
 from counterpoint.planner.light_kernels import propose_light_kernels
-from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
+from counterpoint.planner.movements import ALONE, propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.sim.effects import light_footprint
 from counterpoint.step import Collective, Footprint, Kernel, Step
@@ -52,17 +52,23 @@ def propose(
     others.
 
     `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed only if the `applier` is
-    a captured graph, because only a graph can take them.
+    a captured graph, because only a graph can take them. A collective whose group has one rank is no candidate.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
-    light = (propose_light_kernels(step, machine, contention),) if applier == "graph" else ()
-    for part in (
+    with_peers = [entry for entry in contention if _group_size(step, entry) > 1]
+    light = (propose_light_kernels(step, machine, with_peers),) if applier == "graph" else ()
+    on_sms = (
         *light,
-        _priority(machine.gpu, contention),
-        _head_starts(step, machine.gpu, contention),
-        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
-        _communication_ctas(step, machine.gpu, contention),
+        _priority(machine.gpu, with_peers),
+        _head_starts(step, machine.gpu, with_peers),
+        propose_caps(machine.gpu, _blockers(step, machine.gpu, with_peers, plan)),
+        _communication_ctas(step, machine.gpu, with_peers),
+    )
+    if contention and not with_peers:
+        on_sms = tuple(refusal(each.refusals[0].control, ALL_COLLECTIVES, ALONE) for each in on_sms)
+    for part in (
+        *on_sms,
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
         propose_own_streams(step, machine, plan),
@@ -70,6 +76,12 @@ def propose(
         candidates.extend(part.candidates)
         refusals.extend(part.refusals)
     return proposal(candidates, refusals)
+
+
+def _group_size(step: Step, entry: Contention) -> int:
+    collective = step.operations[entry.collective]
+    assert isinstance(collective, Collective), "contention is listed for collectives"
+    return collective.group_size
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:

@@ -25,6 +25,7 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 
 LEAST_COPIED_BYTES = 16 * MIB  # bytes that one rank sends to another; reported by users of copy engines, not measured here
+ALONE = "its group has one rank, so it sends nothing to another GPU"
 ONLY_WAITS = "it only waits for other ranks or signals them, as part of an operator"
 
 
@@ -85,9 +86,11 @@ def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int,
             yield index, operation
 
 
-def only_waits(collective: Collective) -> bool:
-    """Return whether it is a barrier or a signal of an operator, by its name: it moves nothing, and nobody can move it."""
-    return not collective.num_bytes and classify_kernel(collective.name).is_waiting
+def obstacle_to_moving(collective: Collective) -> str | None:
+    """Return why nothing is gained wherever the collective runs, or None. Barriers and signals are told by their names."""
+    if collective.group_size < 2:
+        return ALONE
+    return ONLY_WAITS if not collective.num_bytes and classify_kernel(collective.name).is_waiting else None
 
 
 def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | None:
@@ -95,8 +98,8 @@ def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | Non
     is_summed = collective.collective in SUMMED_COLLECTIVES
     if not is_summed and collective.collective not in COPY_ENGINE_COLLECTIVES:
         return "it reduces to one rank; no integration does that by copies"
-    if only_waits(collective):
-        return ONLY_WAITS
+    if obstacle := obstacle_to_moving(collective):
+        return obstacle
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that copy engines would take"
     if is_summed:
@@ -203,10 +206,10 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
     """Propose a separate stream for each collective on a computation's stream, if the step says what needs its result."""
     busy = {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
     on_busy = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
-    inside = [(index, each) for index, each in on_busy if not only_waits(each)]
+    inside = [(index, each) for index, each in on_busy if obstacle_to_moving(each) is None]
     if not inside:
-        reason = ONLY_WAITS if on_busy else "no collective runs on a computation stream"
-        return refusal("own_stream", ALL_COLLECTIVES, reason)
+        obstacles = [obstacle for _, each in on_busy if (obstacle := obstacle_to_moving(each))]
+        return refusal("own_stream", ALL_COLLECTIVES, (*obstacles, "no collective runs on a computation stream")[0])
     if step.device_name is not None:
         times_us = Simulator().lone_times_us(step, machine)
         most = format_us(sum(times_us[index] for index, _ in inside))
