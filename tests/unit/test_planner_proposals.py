@@ -258,6 +258,14 @@ def test_a_library_without_a_limit_on_its_ctas_is_not_given_one() -> None:
     assert refused(found, "communication_ctas") == [("all collectives", "only NCCL and RCCL accept a limit on their CTAs")]
 
 
+def test_how_many_collectives_with_few_ctas_run_beside_a_kernel_is_told() -> None:
+    one_cta = msgspec.structs.replace(collective(0), footprint=msgspec.structs.replace(CUBLAS, num_ctas=2))
+    custom = msgspec.structs.replace(one_cta, library="custom", footprint=ELEMENTWISE)
+    made_up = step(kernel("before", lone_us=50), kernel("beside"), one_cta, custom, kernel("after"))
+    ((_, reason),) = refused(proposed(made_up), "communication_ctas")
+    assert reason == "those that run beside a kernel use 2 CTAs at most (1 of 2 collectives); fewer than 4 are not tried"
+
+
 @pytest.mark.parametrize(
     "made_up", [step(kernel("alone")), step(collective(kind="reduce"))], ids=["computation", "collective"]
 )

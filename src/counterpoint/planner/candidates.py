@@ -19,7 +19,7 @@ from counterpoint.planner.movements import ALONE, propose_overlaps, propose_own_
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.sim.effects import light_footprint
 from counterpoint.step import Collective, Footprint, Kernel, Step
-from counterpoint.units import format_us
+from counterpoint.units import format_count, format_us
 from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
@@ -265,22 +265,19 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
             "communication_ctas", "all collectives", "no kernel that could use a collective's SMs runs at the same time"
         )
     collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
-    managed = tuple(
-        index
+    managed = {
+        index: operation
         for index, operation in collectives
         if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
-    )
+    }
     if not managed:
         return refusal("communication_ctas", "all collectives", "only NCCL and RCCL accept a limit on their CTAs")
-    match = Match(kind="communication", operations=managed)
-    usual = max(
-        (operation.footprint or communication_footprint(gpu, operation.library)).num_ctas
-        for _, operation in collectives
-        if isinstance(operation, Collective)
-    )
+    match = Match(kind="communication", operations=tuple(managed))
+    usual = max((each.footprint or communication_footprint(gpu, each.library)).num_ctas for each in managed.values())
     counts = [count for count in CTA_COUNTS if count < usual]
     if not counts:
-        reason = f"the collectives use {usual} CTAs; fewer than {min(CTA_COUNTS)} are not tried"
+        most = f"{format_count(usual, 'CTA')} at most ({len(managed)} of {format_count(len(contention), 'collective')})"
+        reason = f"those that run beside a kernel use {most}; fewer than {min(CTA_COUNTS)} are not tried"
         return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(
