@@ -83,30 +83,30 @@ def sequential_us(step: Step, lone_us: Sequence[float]) -> float:
     return end_us[-1]
 
 
-def ideal_us(step: Step, lone_us: Sequence[float]) -> float:
-    """Return the least time that overlap can reach: max(computation, communication, critical path).
+def ideal_us(step: Step, lone_us: Sequence[float], busy_us: float | None = None) -> float:
+    """Return the least time that overlap can reach: the critical path, or `busy_us` if that is longer.
 
-    Computation and communication are sums of lone times. Raises `StepError` if `lone_us` does not hold one time for
-    each operation.
+    `busy_us` is how long what operations share is busy at least. None: for the sum of all computation or communication,
+    as if each filled the GPU or the link. Raises `StepError` if `lone_us` does not hold one time for each operation.
     """
     _check_lone_times(step, lone_us)
-    totals_us = {"computation": 0.0, "communication": 0.0, "copy": 0.0}
-    for operation, time_us in zip(step.operations, lone_us, strict=True):
-        totals_us[operation.kind] += time_us
-    return max(totals_us["computation"], totals_us["communication"], critical_path_us(step, lone_us))
+    return max(_sums_us(step, lone_us) if busy_us is None else busy_us, critical_path_us(step, lone_us))
 
 
-def ideal_in_pieces_us(step: Step, lone_us: Sequence[float]) -> float:
-    """Return the least time if collectives are cut into pieces: max(computation, communication, path of the rest).
+def ideal_in_pieces_us(step: Step, lone_us: Sequence[float], busy_us: float | None = None) -> float:
+    """Return the ideal if collectives are cut into pieces. `busy_us` and errors are those of `ideal_us`.
 
-    An operation that needs a collective then needs only a piece of it, so that communication delays nothing: the
-    critical path is that of the other operations. Raises `StepError` unless `lone_us` holds one time for each operation.
+    An operation that needs a collective then needs only a piece of it, so that communication delays nothing but what
+    follows on its stream: the critical path is that of the other operations, or the communication of one stream.
     """
     _check_lone_times(step, lone_us)
-    is_moved = [operation.kind == "communication" for operation in step.operations]
-    communication_us = sum(time_us for time_us, moved in zip(lone_us, is_moved, strict=True) if moved)
-    others_us = [0.0 if moved else time_us for time_us, moved in zip(lone_us, is_moved, strict=True)]
-    return max(communication_us, ideal_us(step, others_us))
+    others_us, on_stream_us = list(lone_us), {operation.stream: 0.0 for operation in step.operations}
+    for index, operation in enumerate(step.operations):
+        if operation.kind == "communication":
+            on_stream_us[operation.stream] += lone_us[index]
+            others_us[index] = 0.0
+    shared_us = _sums_us(step, lone_us) if busy_us is None else busy_us
+    return max(*on_stream_us.values(), ideal_us(step, others_us, shared_us))
 
 
 def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
@@ -124,6 +124,14 @@ def critical_path_us(step: Step, lone_us: Sequence[float]) -> float:
         end_us.append(start_us + time_us)
         stream_end_us[operation.stream] = end_us[-1]
     return max(end_us)
+
+
+def _sums_us(step: Step, lone_us: Sequence[float]) -> float:
+    """Return the sum of all computation or of all communication, whichever is longer."""
+    totals_us = {"computation": 0.0, "communication": 0.0, "copy": 0.0}
+    for operation, time_us in zip(step.operations, lone_us, strict=True):
+        totals_us[operation.kind] += time_us
+    return max(totals_us["computation"], totals_us["communication"])
 
 
 def _issued_us(operation: Operation, end_us: Sequence[float]) -> float:

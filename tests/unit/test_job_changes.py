@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner.ideal import scale_of
 from counterpoint.planner.job_changes import (
     LARGER_BUCKETS,
     MOST_CHANGES,
@@ -17,6 +18,7 @@ from counterpoint.planner.job_changes import (
     _changed_steps,
     find_job_changes,
 )
+from counterpoint.planner.movements import propose_own_streams
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from helpers.toy_steps import H200, all_reduce, kernel, step_of
@@ -59,6 +61,27 @@ def test_what_follows_the_next_matmul_still_waits_for_the_collective() -> None:
     found = changes(matmul(100.0), all_reduce(300.0, stream=1), matmul(100.0), matmul(100.0))
     (change,) = found.helpful
     assert change.changed_us == pytest.approx(500.0, rel=0.02)  # not 400: the last matmul needs it
+
+
+def test_a_barrier_inside_an_operator_is_not_moved() -> None:
+    barrier = replace(
+        all_reduce(80.0, stream=1),
+        name="c10d::symmetric_memory::barrier_kernel(unsigned int**, int)",
+        collective="send_recv",
+        num_bytes=0,
+    )
+    assert changes(matmul(100.0), barrier, matmul(100.0), matmul(100.0)) == JobChanges()
+    step = step_of(matmul(100.0), barrier, matmul(100.0))
+    (refusal,) = propose_own_streams(replace(step, device_name="NVIDIA H200"), H200).refusals
+    assert "only waits for other ranks" in refusal.reason
+
+
+def test_what_a_moved_collective_awaits_of_another_stream_still_delays_the_next_kernel() -> None:
+    elsewhere = replace(matmul(300.0), stream=2)
+    moved = replace(all_reduce(80.0, stream=1), waits_for=(Dependency(operation=1),))
+    operations = (matmul(100.0), elsewhere, moved, matmul(100.0), matmul(100.0))
+    in_pieces_us = scale_of(step_of(*operations), H200).in_pieces_us
+    assert all(change.changed_us >= in_pieces_us for change in changes(*operations).simulated)
 
 
 def test_a_last_bucket_half_as_large_leaves_less_behind_the_backward_pass() -> None:

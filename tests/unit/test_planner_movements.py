@@ -271,6 +271,19 @@ def test_no_ideal_is_above_what_was_traced_and_an_overlap_may_pass_the_first_but
     assert traced.inexact_us == pytest.approx(scale_of(gathering(), H200).ideal_us)
 
 
+@pytest.mark.parametrize("kind", ["kernels", "all_to_all"])
+def test_streams_that_share_the_gpu_or_the_link_are_not_below_the_ideal(kind: str) -> None:
+    footprint = msgspec.structs.replace(PLAIN, num_ctas=66)
+    small = Kernel(name="small", stream=0, footprint=footprint, character="matmul", flops=1e10)
+    large = Collective(name="c", stream=0, collective="all_to_all", num_bytes=10**9, group_size=2)
+    operation: Operation = small if kind == "kernels" else large
+    step = step_of(operation, msgspec.structs.replace(operation, stream=1))
+    lone_us = Simulator().lone_times_us(step, H200)
+    scale = scale_of(step, H200)
+    assert max(lone_us) <= scale.ideal_us <= makespan_us(step) < sum(lone_us)
+    assert scale.in_pieces_us <= scale.ideal_us
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "moe", "tp"])
 def test_no_ideal_of_a_shipped_trace_is_above_its_makespan(name: str) -> None:
     traced = read_trace(TRACES / f"{name}.rank0.json.gz")

@@ -93,6 +93,17 @@ def test_beside_light_kernels_only_kernels_that_a_collective_waits_for_are_cappe
     assert cap.ctas_per_sm * charged + 1024 <= 233_472
 
 
+def test_collectives_of_one_rank_are_no_candidates() -> None:
+    gather = msgspec.structs.replace(collective(0, "all_gather"), num_bytes=1 << 30)
+    made_up = step(kernel("before", lone_us=50), kernel("beside"), gather, kernel("after", lone_us=3000))
+    assert {"priority", "communication_ctas", "transport"} <= families(proposed(made_up))
+    alone = msgspec.structs.replace(gather, group_size=1)
+    found = proposed(step(*(alone if each is gather else each for each in made_up.operations)))
+    assert not found.candidates
+    for control in ("priority", "head_start", "residency_cap", "communication_ctas", "transport"):
+        assert "one rank" in refused(found, control)[0][1]
+
+
 @pytest.mark.parametrize(
     ("lone_us", "plan", "reason"),
     [(500.0, LEAVE_IT, "beside only 1 of the kernel's 16 CTAs per SM"), (500.0, LIGHT, "Each CTA of the kernel ends after")],
@@ -245,6 +256,14 @@ def test_a_library_without_a_limit_on_its_ctas_is_not_given_one() -> None:
     found = proposed(made_up)
     assert "communication_ctas" not in families(found)
     assert refused(found, "communication_ctas") == [("all collectives", "only NCCL and RCCL accept a limit on their CTAs")]
+
+
+def test_how_many_collectives_with_few_ctas_run_beside_a_kernel_is_told() -> None:
+    one_cta = msgspec.structs.replace(collective(0), footprint=msgspec.structs.replace(CUBLAS, num_ctas=2))
+    custom = msgspec.structs.replace(one_cta, library="custom", footprint=ELEMENTWISE)
+    made_up = step(kernel("before", lone_us=50), kernel("beside"), one_cta, custom, kernel("after"))
+    ((_, reason),) = refused(proposed(made_up), "communication_ctas")
+    assert reason == "those that run beside a kernel use 2 CTAs at most (1 of 2 collectives); fewer than 4 are not tried"
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,16 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from counterpoint.job import Job, load_job
+from counterpoint.machine import load_machine
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT, load_plan, save_plan
 from counterpoint.planner import tune
 from counterpoint.planner.replay import ReplayAccuracy, compare_replay
-from counterpoint.report.summary import summarize_tuning
+from counterpoint.report.summary import summarize_simulation, summarize_tuning
 from counterpoint.report.text import print_step
 from counterpoint.sim import Simulator
+from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +91,26 @@ def test_the_possible_gain_of_a_traced_job_begins_at_the_traced_time(stretch: fl
     share = (rows["as traced"] - rows["with the plan"]) / (rows["as traced"] - rows["ideal in pieces"])
     planned = next(row for row in summary.step if row.name == "with the plan")
     assert planned.remark == f"{100 * share:.1f} % of the possible gain"
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "remark"),
+    [
+        ((), " % of the possible gain"),
+        ((Dependency(operation=0),), "no share: above sequential, which has no launch gaps"),
+    ],
+)
+def test_a_described_step_has_a_share_only_of_a_gain_that_it_is_within(
+    waits_for: tuple[Dependency, ...], remark: str
+) -> None:
+    footprint = Footprint(num_ctas=132, threads_per_cta=128, registers_per_thread=64)
+    operations = (
+        Collective(name="c", stream=0, collective="all_reduce", num_bytes=1 << 12, group_size=2, lone_us=40.0),
+        Kernel(name="k", stream=1, footprint=footprint, lone_us=40.0, waits_for=waits_for),
+    )
+    job = Job(step=Step(name="described", num_ranks=2, operations=operations), machine=load_machine("h200"))
+    rows = summarize_simulation(job, Simulator().run(job.step, job.machine, LEAVE_IT)).step
+    assert next(row.remark for row in rows if row.name == "simulated").endswith(remark)
 
 
 @pytest.mark.parametrize("path", [*SHIPPED, *RECORDED], ids=lambda path: path.name.split(".json")[0])

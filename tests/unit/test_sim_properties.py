@@ -187,6 +187,16 @@ def test_nothing_finishes_before_the_critical_path(step: Step) -> None:
     assert makespan_us(step) >= critical_path_us(step, lone_us) * (1 - LAST_WAVE) - ROUNDING_US
 
 
+@settings(max_examples=200)
+@given(steps(), st.sampled_from(MACHINES[:6]))
+def test_what_kernels_and_collectives_of_any_streams_share_is_no_longer_busy_than_the_step_lasts(
+    step: Step, machine: Machine
+) -> None:
+    lone_us = Simulator().lone_times_us(step, machine)
+    busy_us = Simulator().least_busy_us(step, machine, lone_us)
+    assert makespan_us(step, machine) >= busy_us * (1 - LAST_WAVE) - ROUNDING_US
+
+
 @given(steps_of_three_streams())
 def test_the_makespan_is_never_below_the_ideal(step: Step) -> None:
     lone_us = Simulator().lone_times_us(step, H200)

@@ -15,11 +15,11 @@ from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, r
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
 from counterpoint.planner.contention import Contention, find_rivals
 from counterpoint.planner.light_kernels import propose_light_kernels
-from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
+from counterpoint.planner.movements import ALONE, propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.sim.effects import light_footprint
 from counterpoint.step import Collective, Footprint, Kernel, Step
-from counterpoint.units import format_us
+from counterpoint.units import format_count, format_us
 from counterpoint.value import Value
 
 CTA_COUNTS = (4, 8, 16)
@@ -52,17 +52,23 @@ def propose(
     others.
 
     `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed only if the `applier` is
-    a captured graph, because only a graph can take them.
+    a captured graph, because only a graph can take them. A collective whose group has one rank is no candidate.
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
-    light = (propose_light_kernels(step, machine, contention),) if applier == "graph" else ()
-    for part in (
+    with_peers = [entry for entry in contention if _group_size(step, entry) > 1]
+    light = (propose_light_kernels(step, machine, with_peers),) if applier == "graph" else ()
+    on_sms = (
         *light,
-        _priority(machine.gpu, contention),
-        _head_starts(step, machine.gpu, contention),
-        propose_caps(machine.gpu, _blockers(step, machine.gpu, contention, plan)),
-        _communication_ctas(step, machine.gpu, contention),
+        _priority(machine.gpu, with_peers),
+        _head_starts(step, machine.gpu, with_peers),
+        propose_caps(machine.gpu, _blockers(step, machine.gpu, with_peers, plan)),
+        _communication_ctas(step, machine.gpu, with_peers),
+    )
+    if contention and not with_peers:
+        on_sms = tuple(refusal(each.refusals[0].control, ALL_COLLECTIVES, ALONE) for each in on_sms)
+    for part in (
+        *on_sms,
         propose_transports(step, machine, plan),
         propose_overlaps(step, machine, plan),
         propose_own_streams(step, machine, plan),
@@ -70,6 +76,12 @@ def propose(
         candidates.extend(part.candidates)
         refusals.extend(part.refusals)
     return proposal(candidates, refusals)
+
+
+def _group_size(step: Step, entry: Contention) -> int:
+    collective = step.operations[entry.collective]
+    assert isinstance(collective, Collective), "contention is listed for collectives"
+    return collective.group_size
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
@@ -253,22 +265,19 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
             "communication_ctas", "all collectives", "no kernel that could use a collective's SMs runs at the same time"
         )
     collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
-    managed = tuple(
-        index
+    managed = {
+        index: operation
         for index, operation in collectives
         if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
-    )
+    }
     if not managed:
         return refusal("communication_ctas", "all collectives", "only NCCL and RCCL accept a limit on their CTAs")
-    match = Match(kind="communication", operations=managed)
-    usual = max(
-        (operation.footprint or communication_footprint(gpu, operation.library)).num_ctas
-        for _, operation in collectives
-        if isinstance(operation, Collective)
-    )
+    match = Match(kind="communication", operations=tuple(managed))
+    usual = max((each.footprint or communication_footprint(gpu, each.library)).num_ctas for each in managed.values())
     counts = [count for count in CTA_COUNTS if count < usual]
     if not counts:
-        reason = f"the collectives use {usual} CTAs; fewer than {min(CTA_COUNTS)} are not tried"
+        most = f"{format_count(usual, 'CTA')} at most ({len(managed)} of {format_count(len(contention), 'collective')})"
+        reason = f"those that run beside a kernel use {most}; fewer than {min(CTA_COUNTS)} are not tried"
         return refusal("communication_ctas", "all collectives", reason)
     candidates = [
         one(

@@ -2,9 +2,9 @@
 
 With today's dependencies, a kernel waits for the whole of a collective that it needs. Operators and separate streams
 remove such waits: a collective that is cut into pieces delays nobody. Copy engines can be faster than the kernels they
-replace, so both ideals take the faster of the two for each collective that copy engines may move. The ideals depend on
-the step and the machine, not on the plan. Neither is above the traced time: if lone times or inferred dependencies say
-so, they are inexact.
+replace, so both ideals take the faster of the two for each collective that copy engines may move. What operations share
+is busy for the time that their work takes. The ideals depend on the step and the machine, not on the plan. Neither is
+above the traced time: if lone times or inferred dependencies say so, they are inexact.
 """
 
 from collections.abc import Iterable
@@ -56,13 +56,14 @@ def scale_of(
     moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step, machine).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]
     least_us = [min(of_operation) for of_operation in zip(*times_us, strict=True)]
-    found_us = ideal_us(step, least_us)
+    busy_us = simulator.least_busy_us(step, machine, least_us)
+    found_us = ideal_us(step, least_us, busy_us)
     most_us = found_us if traced_us is None else min(found_us, traced_us)
     in_turn_us = sequential_us(step, lone_us)
     return Scale(
         sequential_us=in_turn_us,
         ideal_us=most_us,
-        in_pieces_us=min(most_us, ideal_in_pieces_us(step, least_us)),
+        in_pieces_us=min(most_us, ideal_in_pieces_us(step, least_us, busy_us)),
         start_us=in_turn_us if traced_us is None else traced_us,
         inexact_us=found_us if found_us > most_us else None,
     )

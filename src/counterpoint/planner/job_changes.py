@@ -15,6 +15,7 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner.movements import obstacle_to_moving
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor
 from counterpoint.units import MIB
@@ -78,7 +79,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
     if not kernels:
         return
     main = kernels.most_common(1)[0][0]
-    on_main = [n for n, each in enumerate(step.operations) if isinstance(each, Collective) and each.stream == main]
+    on_main = [number for number, each in _movable(step) if each.stream == main]
     if on_main:
         names = dict.fromkeys(each.collective for each in step.operations if isinstance(each, Collective))
         used = dict.fromkeys(_collective(step, number).collective for number in on_main)
@@ -103,15 +104,21 @@ def _collective(step: Step, number: int) -> Collective:
 
 def _beside(step: Step, main: int, collective: str) -> list[int]:
     """Collectives of one kind that run on streams without computation."""
-    return [
-        number
-        for number, each in enumerate(step.operations)
-        if isinstance(each, Collective) and each.collective == collective and each.stream != main
-    ]
+    found = [(number, each) for number, each in _movable(step) if each.stream != main]
+    return [number for number, each in found if each.collective == collective]
+
+
+def _movable(step: Step) -> list[tuple[int, Collective]]:
+    """Return the collectives, with their numbers, that move data between GPUs, or may."""
+    collectives = [(number, each) for number, each in enumerate(step.operations) if isinstance(each, Collective)]
+    return [(number, each) for number, each in collectives if obstacle_to_moving(each) is None]
 
 
 def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
-    """Move collectives from the computation's stream to a new one; what follows the next matmul there waits for each."""
+    """Move collectives from the computation's stream to a new one; what follows the next matmul there waits for each.
+
+    What a collective awaits of other streams still delays the next operation of its old stream.
+    """
     operations = list(step.operations)
     own = max(operation.stream for operation in operations) + 1
     rest = [n for n, each in enumerate(step.operations) if each.stream == main and n not in set(moved)]
@@ -120,6 +127,10 @@ def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:
         waits = () if before is None else (before,)
         operations[number] = replace(_waiting(operations[number], waits), stream=own)
         after = [n for n in rest if n > number]
+        for beside in after[:1]:
+            awaited = (wait.operation for wait in step.operations[number].waits_for)
+            others = [n for n in awaited if step.operations[n].stream != main]
+            operations[beside] = _waiting(operations[beside], others)
         large = next((place for place, n in enumerate(after) if _is_large(step.operations[n])), len(after))
         for consumer in after[large + 1 : large + 2]:
             operations[consumer] = _waiting(operations[consumer], (number,))

@@ -21,9 +21,12 @@ from counterpoint.sim.matmul_pairs import OPERATOR_OF, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Kernel, Step
+from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 
 LEAST_COPIED_BYTES = 16 * MIB  # bytes that one rank sends to another; reported by users of copy engines, not measured here
+ALONE = "its group has one rank, so it sends nothing to another GPU"
+ONLY_WAITS = "it only waits for other ranks or signals them, as part of an operator"
 
 
 def propose_transports(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
@@ -83,11 +86,20 @@ def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int,
             yield index, operation
 
 
+def obstacle_to_moving(collective: Collective) -> str | None:
+    """Return why nothing is gained wherever the collective runs, or None. Barriers and signals are told by their names."""
+    if collective.group_size < 2:
+        return ALONE
+    return ONLY_WAITS if not collective.num_bytes and classify_kernel(collective.name).is_waiting else None
+
+
 def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | None:
     """Return why copy engines should not move the collective, or None; `joined_bytes` may be moved together with it."""
     is_summed = collective.collective in SUMMED_COLLECTIVES
     if not is_summed and collective.collective not in COPY_ENGINE_COLLECTIVES:
         return "it reduces to one rank; no integration does that by copies"
+    if obstacle := obstacle_to_moving(collective):
+        return obstacle
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that copy engines would take"
     if is_summed:
@@ -193,9 +205,11 @@ def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int
 def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
     """Propose a separate stream for each collective on a computation's stream, if the step says what needs its result."""
     busy = {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
-    inside = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
+    on_busy = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
+    inside = [(index, each) for index, each in on_busy if obstacle_to_moving(each) is None]
     if not inside:
-        return refusal("own_stream", ALL_COLLECTIVES, "no collective runs on a computation stream")
+        obstacles = [obstacle for _, each in on_busy if (obstacle := obstacle_to_moving(each))]
+        return refusal("own_stream", ALL_COLLECTIVES, (*obstacles, "no collective runs on a computation stream")[0])
     if step.device_name is not None:
         times_us = Simulator().lone_times_us(step, machine)
         most = format_us(sum(times_us[index] for index, _ in inside))
@@ -207,13 +221,13 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
             "at most",
         )
     waited_for = {dependency.operation for operation in step.operations for dependency in operation.waits_for}
-    able = tuple(index for index, _ in inside if index in waited_for)
-    if not able:
+    needed = tuple(index for index, _ in inside if index in waited_for)
+    if not needed:
         return refusal(
             "own_stream",
             f"{len(inside)} on the computation's stream",
             "the step does not say what needs the result; name the collective in the waits_for of what does",
         )
     reason = "later kernels on its stream do not need its result; on a separate stream it runs beside them"
-    match = Match(kind="communication", operations=able)
+    match = Match(kind="communication", operations=needed)
     return proposal([one("own_stream", "a separate stream", match, (OwnStream(),), reason)])

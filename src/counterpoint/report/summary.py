@@ -175,6 +175,16 @@ def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
 
 def _planned_row(scale: Scale, name: str, simulated: Timeline, plan: Plan = LEAVE_IT) -> ReportRow:
     metrics = measure(simulated)
-    share = share_of_ideal(scale.start_us, metrics.makespan_us, scale.ideal_of(plan))
-    remark = "" if share is None else f"{format_percent(share)} of the possible gain"
+    remark = _reached(scale, metrics.makespan_us, scale.ideal_of(plan))
     return ReportRow(name=name, makespan_us=metrics.makespan_us, metrics=metrics, remark=remark)
+
+
+def _reached(scale: Scale, makespan_us: float, ideal_us: float) -> str:
+    """Say which share of the possible gain was reached, or why there is none; nothing where nothing can be gained."""
+    share = share_of_ideal(scale.start_us, makespan_us, ideal_us)
+    if share is not None and 0 <= round(share, 3) <= 1:
+        return f"{format_percent(share)} of the possible gain"
+    if round(makespan_us, 3) > round(scale.start_us, 3):
+        start = "sequential, which has no launch gaps" if scale.start_us == scale.sequential_us else "the traced time"
+        return f"no share: above {start}"
+    return "no share: below the ideal, which is inexact" if makespan_us < ideal_us else ""

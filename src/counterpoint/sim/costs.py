@@ -399,17 +399,22 @@ class CostModel:
         """Return the constants of the collective's kind for its number of ranks."""
         return self._calibration.collectives[collective.collective].of_ranks(collective.group_size)
 
-    def _link(self, collective: Collective) -> Link:
+    def link(self, collective: Collective) -> Link:
         """Return the link that the collective uses. A collective with more ranks than a node has GPUs gets here only with
         its measured time.
         """
         network = self.machine.network
         return self.machine.link if network is None or collective.group_size <= self.machine.num_gpus else network
 
+    def wire_us(self, collective: Collective) -> float:
+        """Return how long a rank's bytes take at the full bandwidth of its link; no way to move them takes less."""
+        moved = wire_bytes(collective.collective, by_copies_bytes(collective), collective.group_size)
+        return US_PER_S * moved / self.link(collective).bytes_per_s
+
     def _wire_bytes_per_s(self, collective: Collective) -> float:
         """Return the bytes per second that each rank of a library's collective can send at most."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
-        return collective_bytes_per_s(self._link(collective), collective.collective, num_ranks)
+        return collective_bytes_per_s(self.link(collective), collective.collective, num_ranks)
 
     def _link_limit(self, collective: Collective, constants: CollectiveConstants) -> float:
         """Return the link limit of the collective; over several nodes it is the measured rate, because no model exists."""
@@ -444,7 +449,7 @@ class CostModel:
     def _copy_bytes_per_s(self, collective: Collective) -> float:
         """Return the bytes per second that copy engines reach if a rank copies to its peers one after the other."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
-        return copies_bytes_per_s(self._link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
+        return copies_bytes_per_s(self.link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants = self._constants_of(collective)

@@ -12,9 +12,10 @@ from counterpoint.errors import ArgumentError, PlanError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import EffectReader
 from counterpoint.sim.nodes import check_nodes
-from counterpoint.sim.step_run import StepRun, clock_share
+from counterpoint.sim.step_run import StepRun, clock_share, least_busy_us
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import ps_to_us
@@ -102,3 +103,12 @@ class Simulator(AbstractExecutor):
         calibration = self._calibration or load_calibration(machine)
         effects = EffectReader(step, machine, plan, calibration).effects()
         return StepRun(step, effects, machine, calibration).lone_us(self._clock_share or 1.0)
+
+    def least_busy_us(self, step: Step, machine: Machine, least_us: Sequence[float]) -> float:
+        """Return the least time, in microseconds, for which the operations keep busy what they share: SMs, memory or link.
+
+        An operation counts for at most its `least_us`, its time alone. Raises as `run` does.
+        """
+        check_nodes(step, machine)
+        costs = CostModel(machine, self._calibration or load_calibration(machine), self._clock_share or 1.0)
+        return least_busy_us(step, costs, least_us)

@@ -1,6 +1,11 @@
-"""Simulates one step under a plan at a given clock, and finds the clock that the power limit allows."""
+"""Simulates one step under a plan at a given clock, finds the clock under the power limit, and bounds a step by its work.
 
-from collections.abc import Callable, Sequence
+Operations of different streams share what a single one leaves free, so the sum of their lone times is no lower bound. Work
+adds up: what kernels issue and load, by the most that all SMs and the memory can do (`rates.py`), and the bytes of
+collectives, by the link's bandwidth. Kernels that state the time of their CTAs count only by the bytes that they state.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT
@@ -9,10 +14,10 @@ from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.engine import Engine
 from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, clock_exponent
-from counterpoint.sim.rates import RateModel
+from counterpoint.sim.rates import SM_EXPONENT, RateModel
 from counterpoint.sim.task_graph import TaskGraph
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
-from counterpoint.units import ps_to_us
+from counterpoint.units import PS_PER_US, ps_to_us
 
 Spans = list[tuple[int, int]]
 
@@ -77,6 +82,28 @@ def clock_share(runs: Sequence[StepRun]) -> float:
         return found
     under_load = _allowed(power, alone.drawn(), lambda share: sum(alone.lone_us(share)))
     return min(1.0, found / (in_burst + (1 - in_burst) * under_load))
+
+
+def least_busy_us(step: Step, costs: CostModel, least_us: Sequence[float]) -> float:
+    """Return how long the busiest of SMs, memory and links is busy. An operation counts for at most its `least_us`."""
+    totals: dict[str, float] = {}
+    for operation, most_us in zip(step.operations, least_us, strict=True):
+        for shared, busy_us in _busy_us(operation, costs):
+            totals[shared] = totals.get(shared, 0.0) + min(busy_us, most_us)
+    return max(totals.values(), default=0.0)
+
+
+def _busy_us(operation: Operation, costs: CostModel) -> Iterator[tuple[str, float]]:
+    """Yield what the operation shares with others, and for how long it would use all of it."""
+    if isinstance(operation, Collective):
+        yield costs.link(operation).kind, costs.wire_us(operation)
+    if isinstance(operation, Kernel):
+        work = costs.kernel_work(operation)
+        num_ctas = work.num_tiles or costs.shared_work(operation) or operation.footprint.num_ctas
+        total_us = num_ctas * work.cta_ps * work.hbm_reference / PS_PER_US
+        of_sm = work.issue_per_cta / (1 + work.issue_reference**SM_EXPONENT) ** (1 / SM_EXPONENT)
+        yield "SMs", total_us * of_sm / costs.machine.gpu.num_sms
+        yield "memory", total_us * work.hbm_per_cta / costs.hbm_bytes_per_s
 
 
 def _allowed(power: PowerModel, drawn: Sequence[Drawn], time_us: Callable[[float], float]) -> float:
