@@ -260,7 +260,8 @@ class CompiledCopies(AbstractCompiledSchedule):
     def _begins(self, step: Instruction) -> list[Issue]:
         """Reset the flags of this call's later steps, then let every rank know and wait until all have done the same."""
         flags, name = self._shared.flags, step.action.stream
-        later = range(FREE + 1, 1 + max(flag.number for each in self._program.steps for flag in each.takes))
+        taken = [flag.number for each in self._program.steps for flag in each.takes]
+        later = range(FREE + 1, 1 + max(taken, default=FREE))  # one rank alone takes none
         resets = [reset_flags(name, flags.block(later))] if later else []
         of_peers = [flags.of_peer(flag.number, flag.peer) for flag in step.announces]
         own = [flags.own(flag.number, flag.peer) for flag in step.takes]
