@@ -260,19 +260,22 @@ class CompiledCopies(AbstractCompiledSchedule):
     def _begins(self, step: Instruction) -> list[Issue]:
         """Reset the flags of this call's later steps, then let every rank know and wait until all have done the same."""
         flags, name = self._shared.flags, step.action.stream
-        taken = [flag.number for each in self._program.steps for flag in each.takes]
-        later = range(FREE + 1, 1 + max(taken, default=FREE))  # one rank alone takes none
+        later = range(FREE + 1, self._program.num_flags)
         resets = [reset_flags(name, flags.block(later))] if later else []
-        of_peers = [flags.of_peer(flag.number, flag.peer) for flag in step.announces]
-        own = [flags.own(flag.number, flag.peer) for flag in step.takes]
+        of_peers, own = self._of_peers(step.announces), self._own(step.takes)
         return resets + exchange_flags(name, of_peers, own, is_flushing=flags.is_flushing)
 
     def _takes(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        own = [self._shared.flags.own(flag.number, flag.peer) for flag in flags]
-        return await_flags(name, own, is_flushing=self._shared.flags.is_flushing)
+        return await_flags(name, self._own(flags), is_flushing=self._shared.flags.is_flushing)
 
     def _raises(self, name: str, flags: Sequence[Flag]) -> list[Issue]:
-        return raise_flags(name, [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags])
+        return raise_flags(name, self._of_peers(flags))
+
+    def _own(self, flags: Sequence[Flag]) -> list[int]:
+        return [self._shared.flags.own(flag.number, flag.peer) for flag in flags]
+
+    def _of_peers(self, flags: Sequence[Flag]) -> list[int]:
+        return [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags]
 
 
 def numbers_of(stream: torch.cuda.Stream) -> StreamNumbers:

@@ -99,7 +99,7 @@ def reset_flags(name: str, flags: tuple[int, int]) -> Issue:
 
 def exchange_flags(name: str, of_peers: Sequence[int], own: Sequence[int], *, is_flushing: bool) -> list[Issue]:
     """Set the flags of peers to 1, wait until all of one's own are 1, then reset these."""
-    return _batches(name, [*raising(of_peers), *taking(own, is_flushing=is_flushing)])
+    return _batches(name, exchanging(of_peers, own, is_flushing=is_flushing))
 
 
 def await_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
@@ -110,6 +110,11 @@ def await_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> li
 def raise_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
     """Set these flags to 1."""
     return _batches(name, raising(addresses))
+
+
+def exchanging(of_peers: Sequence[int], own: Sequence[int], *, is_flushing: bool) -> list[Handle]:
+    """Return operations that set the flags of peers to 1, wait until all of one's own are 1, and then reset these."""
+    return raising(of_peers) + taking(own, is_flushing=is_flushing)
 
 
 def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:

@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, raising, taking
+from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, exchanging, raising, taking
 from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
@@ -93,8 +93,8 @@ class Signals:
         key = (EXCHANGE, number, peers)
         if key not in self._batches:
             own = [self._flags.own(number, peer) for peer in peers]
-            raised = [self._flags.of_peer(number, peer) for peer in peers]
-            self._batches[key] = raising(raised) + taking(own, is_flushing=self._flags.is_flushing)
+            of_peers = [self._flags.of_peer(number, peer) for peer in peers]
+            self._batches[key] = exchanging(of_peers, own, is_flushing=self._flags.is_flushing)
         _issue(self._batches[key], stream)
 
 

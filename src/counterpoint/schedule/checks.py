@@ -69,19 +69,17 @@ def signal_faults(schedule: CopySchedule) -> Iterator[str]:
     """
     happens = HappensBefore(schedule, NUM_CALLS)
     size = len(schedule.actions)
-    for position, action in enumerate(schedule.actions):
-        for before in action.after:
-            if schedule.actions[before].rank != action.rank and not happens.is_before(position, size + before):
-                yield (
-                    f"{_name(schedule, before)} may signal {_name(schedule, position)} again before it has received "
-                    "the last signal"
-                )
     begins = {action.rank: number for number, action in enumerate(schedule.actions) if action.kind == "begin"}
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             sender = schedule.actions[before].rank
-            if sender != action.rank and before != begins[sender] and not happens.is_before(begins[sender], before):
-                yield f"{_name(schedule, before)} may signal {_name(schedule, position)} before rank {sender} has begun"
+            if sender == action.rank:
+                continue
+            signal = f"{_name(schedule, before)} may signal {_name(schedule, position)}"
+            if not happens.is_before(position, size + before):
+                yield f"{signal} again before it has received the last signal"
+            if before != begins[sender] and not happens.is_before(begins[sender], before):
+                yield f"{signal} before rank {sender} has begun"
     ends = {action.rank: number for number, action in enumerate(schedule.actions) if action.kind == "end"}
     for position, action in enumerate(schedule.actions):
         if action.kind == "begin":
