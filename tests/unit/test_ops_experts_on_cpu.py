@@ -36,6 +36,11 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
     says = {
         "counts that do not add up": "Rank 1 of the group: the counts of expert_ffn must be 0 or more and add up to its 9",
         "negative counts": "found a sum of 9 and a least count of -1",
+        "fractions": "Rank 1 of the group: the counts of expert_ffn must be whole numbers; found one that is none.",
+        "no number": "Rank 1 of the group: the counts of expert_ffn must be whole numbers; found one that is none.",
+        "no counts": "Rank 1 of the group: expert_ffn takes whole numbers as counts; found NoneType.",
+        "counts in a matrix": "4 experts, 2 on each rank; found a shape of (1, 4). Count the rows of every expert.",
+        "whole numbers of another type": "ok",
         "sizes differ": "The ranks disagree: rank 0 calls expert_ffn of experts (2, 2, 2, 6) float64, rank 1 calls",
         "schedules differ": "The ranks disagree",
         "a count is missing": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts, 2 on each rank; found 3",
