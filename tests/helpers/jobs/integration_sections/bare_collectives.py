@@ -176,6 +176,8 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     assert replaced.num_by_copies == 2
     replaced.undo()
     refused(lambda: collectives.replace([None]), "groups must be process groups")
+    refused(lambda: collectives.replace(dist.group.WORLD), "list of process groups; found one of type ProcessGroup")
+    refused(lambda: collectives.replace([]), "groups is empty")
     refused(lambda: collectives.replace(in_flight=0), "in_flight")
     refused(lambda: collectives.replace(is_on="yes"), "is_on must be True or False; found 'yes'")
 
