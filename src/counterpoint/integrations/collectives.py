@@ -101,12 +101,17 @@ class ReplacedCollectives:
         done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
-    def use(self, is_on: bool, kinds: Sequence[CollectiveKind] = COPIED_KINDS) -> None:
+    def use(self, is_on: bool, kinds: Collection[CollectiveKind] = COPIED_KINDS) -> None:
         """From the next call on, let copies do large collectives of these kinds, and the library all others.
 
         Call it on every rank, between the same calls. Raises `IntegrationError`.
         """
         require_switch(is_on=is_on)
+        require(
+            isinstance(kinds, Collection) and not isinstance(kinds, str) and all(kind in COPIED_KINDS for kind in kinds),
+            IntegrationError,
+            f"kinds takes a list of kinds, each one of {', '.join(COPIED_KINDS)}; found {kinds!r}. Pass such a list.",
+        )
         require(
             bool(self._exchanged),
             IntegrationError,

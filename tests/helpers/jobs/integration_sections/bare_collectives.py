@@ -174,6 +174,8 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     replaced.use(True)
     dist.all_reduce(scattered)
     assert replaced.num_by_copies == 2
+    refused(lambda: replaced.use(True, "all_reduce"), "kinds takes a list of kinds, .* found 'all_reduce'")
+    refused(lambda: replaced.use(True, ["all_to_all"]), "found .'all_to_all'.")
     replaced.undo()
     refused(lambda: collectives.replace([None]), "groups must be process groups")
     refused(lambda: collectives.replace(dist.group.WORLD), "list of process groups; found one of type ProcessGroup")
