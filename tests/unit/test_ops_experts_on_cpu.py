@@ -47,6 +47,7 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
         "types differ": "Rank 1 of the group: expert_ffn needs operands of one type; found torch.float32 and torch.float64",
         "shapes do not fit": "Rank 1 of the group: expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of",
         "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found a value of type NoneType",
+        "an activation by name": "expert_ffn takes a function as activation; found one of type str.",
         "biases are missing": "Rank 1 of the group: expert_ffn takes 2 biases, one for each weight or None; found 1.",
         "fp8 of other types": "of the group: expert_ffn in fp8 takes operands in bf16; found torch.float64. Convert them.",
         "a bias does not fit": "Rank 1 of the group: expert_ffn adds a bias of (2, 11) torch.float64 on cpu; found (",

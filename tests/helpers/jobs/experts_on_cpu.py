@@ -462,6 +462,7 @@ def faults() -> None:
         "types differ": lambda: call(6, tokens.float() if is_wrong else tokens),
         "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
+        "an activation by name": lambda: call(16, activation="gelu" if is_wrong else None),
         "no schedule": lambda: call(8, schedule="ring"),
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
         "fp8 of other types": lambda: call(13, is_fp8=True),
