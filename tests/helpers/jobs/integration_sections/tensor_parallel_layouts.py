@@ -59,6 +59,7 @@ def tensor_parallel_refuses() -> None:
     whole.down = None
     refused(lambda: tensor_parallel.overlap(whole), "arrives whole")
     refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
+    refused(lambda: tensor_parallel.overlap(whole, is_on="x"), "is_on must be True or False; found 'x'")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
 
