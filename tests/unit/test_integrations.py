@@ -61,6 +61,7 @@ SECTIONS = (
     "tensor_parallel_hands_dtensors_on",
     "tensor_parallel_frozen",
     "tensor_parallel_refuses",
+    "tensor_parallel_left_to_dtensor",
     "tensor_parallel_neighbors_part",
     "tensor_parallel_with_fsdp2",
     "tensor_parallel_switches",

@@ -65,6 +65,8 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "a list": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its activation; found a value of type list",
         "an array": "Rank 1 of the group: all_to_all_matmul takes a tensor as its tokens; found a value of type ndarray",
         "a list of weights": "Rank 1 of the group: matmul_reduce_scatter takes a tensor as its weight; found a value",
+        "sparse": "Rank 1 of the group: matmul_all_reduce multiplies dense matrices; found one of layout torch.sparse_coo.",
+        "a sparse weight": "Rank 1 of the group: all_gather_matmul multiplies dense matrices; found one of layout torch",
         "no dimensions": "Rank 1 of the group: all_gather_matmul multiplies (rows, K) by (K, columns); found a tensor",
         "rows in words": "all_gather_matmul takes a whole number as num_rows; found a value of type str",
         "rows in parts": "all_gather_matmul takes a whole number as num_rows; found a value of type float",

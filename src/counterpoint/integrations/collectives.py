@@ -15,7 +15,7 @@ waits for it unless the collective is asynchronous.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, TypeAlias, final
 
@@ -58,7 +58,7 @@ class ReplacedCollectives:
     """The replacement that `replace` made, with its switch and its counts; `print` shows what was done how."""
 
     def __init__(
-        self, groups: Sequence[Group] | None, in_flight: int, limits: tuple[int, int], across_hosts: AcrossHosts
+        self, groups: Collection[Group] | None, in_flight: int, limits: tuple[int, int], across_hosts: AcrossHosts
     ) -> None:
         self._groups = None if groups is None else list(groups)
         self._in_flight, self._across_hosts = in_flight, across_hosts
@@ -101,12 +101,17 @@ class ReplacedCollectives:
         done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
-    def use(self, is_on: bool, kinds: Sequence[CollectiveKind] = COPIED_KINDS) -> None:
+    def use(self, is_on: bool, kinds: Collection[CollectiveKind] = COPIED_KINDS) -> None:
         """From the next call on, let copies do large collectives of these kinds, and the library all others.
 
         Call it on every rank, between the same calls. Raises `IntegrationError`.
         """
         require_switch(is_on=is_on)
+        require(
+            isinstance(kinds, Collection) and not isinstance(kinds, str) and all(kind in COPIED_KINDS for kind in kinds),
+            IntegrationError,
+            f"kinds takes a list of kinds, each one of {', '.join(COPIED_KINDS)}; found {kinds!r}. Pass such a list.",
+        )
         require(
             bool(self._exchanged),
             IntegrationError,
@@ -267,7 +272,7 @@ class ReplacedCollectives:
 
 
 def replace(
-    groups: Sequence[Group] | None = None,
+    groups: Collection[Group] | None = None,
     *,
     in_flight: int = 3,
     least_part_bytes: int = LEAST_PART_BYTES,
@@ -294,18 +299,31 @@ def replace(
         "collectives.replace() has already replaced torch's functions. Switch the object that it returned, or "
         "call undo() on it first.",
     )
-    for group in groups or ():
+    _require_groups(groups)
+    replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes), across_hosts)
+    replaced.put_in_place()
+    _in_place().append(replaced)
+    replaced.use(is_on)
+    return replaced
+
+
+def _require_groups(groups: Collection[Group] | None) -> None:
+    """Raise `IntegrationError` unless these are some groups of this rank, or None."""
+    if groups is None:
+        return
+    require(
+        isinstance(groups, Collection),
+        IntegrationError,
+        f"groups takes a list of process groups; found one of type {type(groups).__name__}. Put it into a list.",
+    )
+    require(bool(groups), IntegrationError, "groups is empty, so nothing could go by copies. Leave it out, or name a group.")
+    for group in groups:
         require(
             isinstance(group, dist.ProcessGroup),
             IntegrationError,
             "groups must be process groups that this rank belongs to; found one of type "
             f"{type(group).__name__}. Leave it out.",
         )
-    replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes), across_hosts)
-    replaced.put_in_place()
-    _in_place().append(replaced)
-    replaced.use(is_on)
-    return replaced
 
 
 @cache

@@ -116,7 +116,7 @@ def require_least_piece(least_piece_bytes: object) -> None:
 
 def _require_bytes(name: str, num_bytes: object, advice: str) -> None:
     require(
-        isinstance(num_bytes, int) and num_bytes >= 0,
+        type(num_bytes) is int and num_bytes >= 0,
         IntegrationError,
         f"{name} must be a whole number, 0 or more; found {num_bytes!r}. {advice}",
     )
@@ -125,7 +125,7 @@ def _require_bytes(name: str, num_bytes: object, advice: str) -> None:
 def require_in_flight(in_flight: object) -> None:
     """Raise `IntegrationError` unless this many collectives can be in flight."""
     require(
-        isinstance(in_flight, int) and 1 <= in_flight <= MAX_IN_FLIGHT,
+        type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT,
         IntegrationError,
         f"in_flight must be from 1 to {MAX_IN_FLIGHT}; found {in_flight!r}. Three are enough on 4 GPUs.",
     )
@@ -134,7 +134,7 @@ def require_in_flight(in_flight: object) -> None:
 def require_buffer(max_buffer_bytes: object) -> None:
     """Raise `IntegrationError` unless a buffer can have this size."""
     require(
-        isinstance(max_buffer_bytes, int) and max_buffer_bytes >= LEAST_BUFFER_BYTES,
+        type(max_buffer_bytes) is int and max_buffer_bytes >= LEAST_BUFFER_BYTES,
         IntegrationError,
         f"max_buffer_bytes must be {LEAST_BUFFER_BYTES} or more; found {max_buffer_bytes!r}. Leave it out, or raise it.",
     )

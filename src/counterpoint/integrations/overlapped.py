@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.display import capped
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.lane_collectives import warn_from_first_rank
+from counterpoint.integrations.lane_collectives import require_switch, warn_from_first_rank
 from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput, Switch
 from counterpoint.integrations.switched_hooks import unless_local
@@ -32,6 +32,7 @@ class Overlapped:
     """
 
     def __init__(self, *, is_on: bool, noun: str = "linear", keeps_tokens: bool = False) -> None:
+        require_switch(is_on=is_on, keeps_tokens=keeps_tokens)
         self._noun, self._keeps_tokens = noun, keeps_tokens
         self.taken: list[str] = []
         self.refused: dict[str, str] = {}

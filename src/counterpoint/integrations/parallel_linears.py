@@ -9,6 +9,7 @@ is compiled once, and neither is compiled again. Linears get a bound method as t
 guard on the identity of a callable object, and compile every block anew.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,14 +19,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from counterpoint.integrations.eager_linears import EagerLinear, EagerLinears
 from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
+    Route,
     cast_for_matmul,
     gather_multiply,
     multiply_all_reduce,
     multiply_scatter,
     neighbor_product,
-    require_equal_parts,
+    why_not_multiplied,
 )
 from counterpoint.ops import operators
+from counterpoint.ops.operator_call import calls_of
 
 
 @final
@@ -106,15 +109,17 @@ class ColumnwiseForward:
         """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
         if not self._switch.is_on:
             return self._forward(given)
+        dim = self._sharded_dim(given)
+        if dim is None:
+            return self._forward(given)
+        num_parts = self._route.num_ranks if isinstance(given, DTensor) else 1
+        if _runs_originally((given.shape, dim, num_parts), self._route):
+            return self._forward(_as_prepared(given, self.layout).redistribute(placements=[Replicate()]))
         if torch.compiler.is_compiling():
-            if not _is_sharded_sequence(given):
-                return self._forward(given)
             weights = [member.linear.weight for member in self.group]
             product = neighbor_product(given, weights, self.position, tuple(self._route))
-        elif self._input_dim is not None and not isinstance(given, DTensor):
+        elif not isinstance(given, DTensor):
             product = self.multiply(given)[self.position]
-        elif not _is_sharded_sequence(given):
-            return self._forward(given)
         else:
             product = self.shared.product(self, given)
         bias = self.linear.bias
@@ -127,10 +132,7 @@ class ColumnwiseForward:
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The products of the linears of the group, without their biases."""
         weights = [member.linear.weight for member in self.group]
-        dim = self._input_dim
-        if isinstance(given, DTensor):
-            dim = given.placements[0].dim
-            require_equal_parts(given.shape[dim], self._route.num_ranks)
+        dim = self._sharded_dim(given)
         assert dim is not None, "a plain input belongs to a linear that gathers its own"
         products = self._eager.of(dim)(given, weights)
         if products is not None:
@@ -138,6 +140,13 @@ class ColumnwiseForward:
         shard = given.to_local() if isinstance(given, DTensor) else given
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
         return gather_multiply(cast_for_matmul(shard), parts, dim, self._route)
+
+    def _sharded_dim(self, given: torch.Tensor) -> int | None:
+        """The dimension in which an input is sharded; None if it is whole."""
+        if not isinstance(given, DTensor):
+            return self._input_dim
+        placement = given.placements[0]
+        return placement.dim if len(given.placements) == 1 and isinstance(placement, Shard) else None
 
 
 @final
@@ -155,10 +164,11 @@ class RowwiseForward:
         """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
+        if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
+            return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
         products = None
         if not torch.compiler.is_compiling():
-            require_equal_parts(features.shape[self._dim], self._route.num_ranks)
             products = self._eager(features, (weight,))
         if products is not None:
             product = products[0]
@@ -186,6 +196,8 @@ class AllReduceForward:
         """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
         if not self._switch.is_on:
             return self._forward(given)
+        if _runs_originally((given.shape, 0, 1), self._route):
+            return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
         products = None if torch.compiler.is_compiling() else self._eager(features, (weight,))
         if products is not None:
@@ -208,11 +220,21 @@ def _features_of(given: torch.Tensor) -> torch.Tensor:
     return (given if given.placements == features else given.redistribute(placements=features)).to_local()
 
 
-def _is_sharded_sequence(given: torch.Tensor) -> bool:
-    if not isinstance(given, DTensor) or len(given.placements) != 1:
-        return False
-    placement = given.placements[0]
-    return isinstance(placement, Shard) and placement.dim < given.ndim - 1
+def _runs_originally(activation: tuple[Sequence[int], int, int], route: Route) -> bool:
+    """Return whether no operator multiplies an activation (see `why_not_multiplied`), and count a call by the library if
+    so. Code made by torch.compile does not count it.
+    """
+    reason = why_not_multiplied(*activation)
+    if reason and not torch.compiler.is_compiling():
+        calls_of(route.group_name).add_library(reason)
+    return bool(reason)
+
+
+def _as_prepared(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
+    """A linear's input as a DTensor, as its original hook makes it; a linear without hooks makes its own."""
+    if layout.input_hook is None or isinstance(given, DTensor):
+        return given
+    return DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
 
 
 def _is_in_backward() -> bool:

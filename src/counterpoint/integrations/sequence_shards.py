@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from counterpoint.errors import IntegrationError
 from counterpoint.ops import operators
 
 READY = "_counterpoint_ready"  # attribute of an input: the products of its linears that were not asked for yet
@@ -42,18 +41,25 @@ def gather_multiply(
 
 def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, route: Route) -> torch.Tensor:
     """Return this rank's part along `dim` of the sum of all ranks' activation times (N, K) weight, transposed."""
-    require_equal_parts(activation.shape[dim], route.num_ranks)
     product = operators.matmul_reduce_scatter(rows_of(activation, dim), weight.t(), route.group_name, route.schedule)
     shape = (activation.shape[dim] // route.num_ranks, *activation.shape[:dim], *activation.shape[dim + 1 : -1])
     return with_tokens_at(dim, product, shape)
 
 
-def require_equal_parts(num_tokens: int, num_ranks: int) -> None:
-    """Raise `IntegrationError` for a sequence that ranks cannot share equally."""
-    if num_tokens % num_ranks:
-        raise IntegrationError(
-            f"A sequence must divide by the {num_ranks} ranks that share it; found {num_tokens} tokens. Pad it."
-        )
+def why_not_multiplied(sizes: Sequence[int], dim: int, num_parts: int) -> str:
+    """Return why no operator multiplies an activation of these sizes, or nothing; the same on every rank.
+
+    `dim` is sharded, into `num_parts` more parts. The linear's original forward takes such activations.
+    """
+    if len(sizes) < 2:
+        return "an activation of one dimension has no tokens"
+    if dim >= len(sizes) - 1:
+        return f"Shard({dim}) of an activation of {len(sizes)} dimensions means its features"
+    if 0 in sizes:
+        return "an activation without tokens"
+    if sizes[dim] % num_parts:
+        return f"tokens that do not divide by the {num_parts} ranks that share them"
+    return ""
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 
 from counterpoint.errors import PlanError, ScheduleError
 from counterpoint.ops import operators
-from counterpoint.ops.arguments import refuse_arguments
+from counterpoint.ops.arguments import is_dense, refuse_arguments
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.experts import dispatch_grouped_matmul, expert_ffn, grouped_matmul_combine
 from counterpoint.ops.plan_in_force import put_in_force
@@ -119,14 +119,14 @@ def all_gather_matmul(
     `OperatorError`.
     """
     name, size = _name_and_size(group)
-    if not (isinstance(shard, torch.Tensor) and shard.dim() and (num_rows is None or isinstance(num_rows, ROW_TYPES))):
+    if not (is_dense(shard) and shard.dim() and (num_rows is None or isinstance(num_rows, ROW_TYPES))):
         refuse_arguments("all_gather_matmul", shard, weight, group, num_rows)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
-    if isinstance(weight, torch.Tensor):
+    if is_dense(weight):
         product: torch.Tensor = operators.all_gather_matmul(shard, [weight], rows, name, _text(schedule))[0]
         return product
-    weights = list(weight) if isinstance(weight, Iterable) else []
-    if not weights or not all(isinstance(each, torch.Tensor) for each in weights):
+    weights = list(weight) if isinstance(weight, Iterable) and not isinstance(weight, torch.Tensor) else []
+    if not weights or not all(is_dense(each) for each in weights):
         refuse_arguments("all_gather_matmul", shard, weights or weight, group)
     return tuple(operators.all_gather_matmul(shard, weights, rows, name, _text(schedule)))
 
@@ -238,9 +238,9 @@ def _name_and_size(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def _name_for(operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None) -> str:
-    """Return the group's name if the operands are tensors; refuse others on every rank."""
+    """Return the group's name if the operands are dense tensors; refuse others on every rank."""
     name, _ = _name_and_size(group)
-    if not (isinstance(left, torch.Tensor) and isinstance(weight, torch.Tensor)):
+    if not (is_dense(left) and is_dense(weight)):
         refuse_arguments(operation, left, weight, group)
     return name
 

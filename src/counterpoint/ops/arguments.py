@@ -1,8 +1,8 @@
-"""Refuses wrong arguments of a call before there is a request: operands that are no tensors, and an invalid number of
-rows.
+"""Refuses wrong arguments of a call before there is a request: operands that are no dense tensors, and an invalid
+number of rows.
 
-The operators check only whether their arguments are tensors, because every call pays for the check. This module words the
-error, and reports it to the ranks that wait.
+The operators check only whether their arguments are dense tensors, because every call pays for the check. This module
+words the error, and reports it to the ranks that wait.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,15 @@ from counterpoint.schedule.actions import Operation
 from counterpoint.schedule.operations import OPERATORS
 
 
+def is_dense(given: object) -> bool:
+    """Return whether something is a tensor whose elements lie in memory by strides."""
+    return isinstance(given, torch.Tensor) and given.layout == torch.strided
+
+
 def refuse_arguments(
     operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None, num_rows: object = None
 ) -> NoReturn:
-    """Raise `OperatorError` on every rank for arguments of which one has a wrong type."""
+    """Raise `OperatorError` on every rank for arguments of which one has a wrong type or layout."""
     found = group_or_world(group)
     operands = [left, *_several(weight)]
     devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
@@ -32,9 +37,14 @@ def refuse_arguments(
 
 
 def _problem_of(operation: Operation, left: object, weight: object) -> str:
-    """Return what is wrong with operands that are no tensors, in one line, or nothing."""
+    """Return what is wrong with operands that are no dense tensors, in one line, or nothing."""
     if not isinstance(left, torch.Tensor):
         return f"{operation} takes a tensor as its {OPERATORS[operation].left_name}; {_found(left)}. Pass a tensor."
+    sparse = next(
+        (each for each in (left, *_several(weight)) if isinstance(each, torch.Tensor) and not is_dense(each)), None
+    )
+    if sparse is not None:
+        return f"{operation} multiplies dense matrices; found one of layout {sparse.layout}. Call to_dense() on it."
     if isinstance(weight, torch.Tensor):
         return ""
     if not OPERATORS[operation].takes_several_weights:

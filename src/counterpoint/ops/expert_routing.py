@@ -28,6 +28,7 @@ from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pai
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
 NOT_PICKED = "it is estimated to be faster, or the call asks for it"
+NOT_WHOLE = -(2**40)  # among the counts that ranks exchange; a sum of many does not overflow
 TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
 
 
@@ -173,17 +174,11 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     refuse_in_capture(f"{call.operator}, whose host waits for counts of rows,", runtime.device)
     require_experts_schedule(call.schedule)
     experts = runtime.experts()
-    counts = torch.as_tensor(call.counts).flatten()
-    num_experts = int(runtime.group.size()) * call.sizes[0]
-    if counts.shape[0] != num_experts:
-        runtime.refuse(
-            f"{call.operator} needs a count for each of {num_experts} experts, {call.sizes[0]} on each rank; found "
-            f"{counts.shape[0]}. Count the rows of every expert."
-        )
+    counts = _counts_given(runtime, call)
     runtime.agreement.num_calls += 1
     words = call.words()
     experts.agree(words)
-    counts = counts.to(call.tokens.device, torch.int64)
+    counts = _as_whole(counts.to(call.tokens.device))
     row = torch.constant_pad_nd(counts, (0, 1), call.tokens.shape[0])  # one operator where filling a tensor takes five
     ahead = None if call.schedule else experts.ahead(words, call.tokens, weights)
 
@@ -208,6 +203,33 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     return found.begun(ahead)
 
 
+def _counts_given(runtime: Runtime, call: Called) -> torch.Tensor:
+    """Return the counts of a call as a vector of numbers; others are refused on every rank."""
+    try:
+        counts = torch.as_tensor(call.counts)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        counts = None
+    if counts is None or counts.is_complex():
+        found = type(call.counts).__name__ if counts is None else counts.dtype
+        runtime.refuse(f"{call.operator} takes whole numbers as counts; found {found}. Count the rows of every expert.")
+    num_experts = int(runtime.group.size()) * call.sizes[0]
+    if counts.shape != (num_experts,):
+        found = counts.shape[0] if counts.dim() == 1 else f"a shape of {tuple(counts.shape)}"
+        runtime.refuse(
+            f"{call.operator} needs a count for each of {num_experts} experts, {call.sizes[0]} on each rank; found "
+            f"{found}. Count the rows of every expert."
+        )
+    return counts
+
+
+def _as_whole(counts: torch.Tensor) -> torch.Tensor:
+    """Return counts as integers; those of another type that are no whole number become `NOT_WHOLE`, which every rank finds
+    without a wait of this one's host.
+    """
+    whole = counts.to(torch.int64)
+    return torch.where(whole == counts, whole, NOT_WHOLE) if counts.is_floating_point() else whole
+
+
 def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
     """Return the routing of an earlier call from what it gathered; no rank is asked."""
     return _routing(runtime, call, gathered.numpy(), gathered.to(call.tokens.device))
@@ -229,6 +251,11 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
 def _refuse_sums(operator: str, found: Counts) -> NoReturn:
     sums, least = found[:, :-1].sum(1), found.min(1)
     rank = int(((sums != found[:, -1]) | (least < 0)).argmax())
+    if least[rank] == NOT_WHOLE:
+        raise OperatorError(
+            f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is none. Count the "
+            "rows of every expert."
+        )
     raise OperatorError(
         f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {found[rank, -1]} rows of "
         f"tokens; found a sum of {sums[rank]} and a least count of {least[rank]}. Count the rows of every expert."

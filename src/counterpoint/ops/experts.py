@@ -48,8 +48,9 @@ def expert_ffn(
     same order, (E, hidden) and (E, dim), or None. Weights may be views whose last or last but one dimension is dense;
     such views are not copied.
 
-    `activation` replaces silu, of one or two matrices (n, hidden). It works row by row, and autograd differentiates it.
-    If it takes one matrix, it may return another width. So w1 (E, N, dim) can hold gate and up, with w2 (E, dim, hidden).
+    `activation` replaces silu. It is called with `w1 x`, and with `w3 x` after it if there is a w3: matrices (n, hidden).
+    It works row by row, and autograd differentiates it. If it takes one matrix, it may return another width. So w1
+    (E, N, dim) can hold gate and up, with w2 (E, dim, hidden).
 
     With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
     feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
@@ -68,6 +69,8 @@ def expert_ffn(
     added: Biases = [None] * len(weights) if biases is None else biases
     is_joined = activation is not None and w3 is None
     problem = _problem_of_ffn(tokens, weights, is_joined=is_joined) or _problem_of_biases("expert_ffn", weights, added)
+    if not problem and activation is not None and not callable(activation):
+        problem = f"expert_ffn takes a function as activation; found one of type {type(activation).__name__}. Pass one."
     if is_fp8 and not problem:
         obstacle = next((obstacle for each in weights if (obstacle := obstacle_to_fp8(each))), "")
         problem = f"expert_ffn in fp8 {obstacle}." if obstacle else ""

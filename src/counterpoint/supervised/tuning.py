@@ -141,10 +141,11 @@ class LiveTuner:
         """Return to the unmodified job."""
         self._follower.in_force.use(UNCHANGED)
 
-    def _stop(self, reason: str) -> None:
-        """Return to the unmodified job for good, and print why."""
+    def _stop(self, reason: str, *, is_said: bool = True) -> None:
+        """Return to the unmodified job for good; record why, and print it if it is said now."""
         self.revert()
-        self._teller.tell("stopped", f"stopped after {self._teller.steps()}: {reason}; the job runs unchanged")
+        put = self._teller.tell if is_said else self._teller.record
+        put("stopped", f"stopped after {self._teller.steps()}: {reason}; the job runs unchanged")
 
     def job_ends(self) -> None:
         """Save the counts. Other ranks may go on for more steps, each on its own; then none waits for rank 0."""
@@ -160,7 +161,8 @@ class LiveTuner:
                 self._follower.in_force.count_for(self._settings.given)
                 self._follower.in_force.keep_paths()  # also what no rank can apply, and why
             if isinstance(self._job.table, NoTable) and not self._follower.lockstep.is_on:
-                raise TuningStopped(NOTHING_LAUNCHED)
+                self._stop(NOTHING_LAUNCHED, is_said=False)  # `run` says it at the end
+                return
             if not self._settings.is_tuning:
                 self._follower.in_force.use(self._settings.given)
                 yield from self._follower.until(WARM_UP_STEPS)

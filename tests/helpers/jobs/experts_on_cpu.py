@@ -1,6 +1,7 @@
 """Ranks on CPUs that run the operators of experts in the way named by the argument and print `NAME: ok` for what holds."""
 
 import itertools
+import math
 import os
 import random
 from collections import Counter
@@ -450,12 +451,18 @@ def faults() -> None:
     bad = {
         "counts that do not add up": lambda: call(1, counts=too_many if is_wrong else counts),
         "negative counts": lambda: call(1, counts=negative if is_wrong else counts),
+        "fractions": lambda: call(1, counts=torch.tensor(counts) + 0.25 * is_wrong),
+        "no number": lambda: call(1, counts=torch.tensor([*counts[1:], math.nan]) if is_wrong else counts),
+        "no counts": lambda: call(14, counts=None if is_wrong else counts),
+        "counts in a matrix": lambda: call(15, counts=[counts] if is_wrong else counts),
+        "whole numbers of another type": lambda: call(1, counts=torch.tensor(counts).float()),
         "sizes differ": lambda: call(2 + is_wrong),
         "schedules differ": lambda: call(1, schedule=SEQUENTIAL if is_wrong else COPIES),
         "a count is missing": lambda: call(4, counts=counts[is_wrong:]),
         "types differ": lambda: call(6, tokens.float() if is_wrong else tokens),
         "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
+        "an activation by name": lambda: call(16, activation="gelu" if is_wrong else None),
         "no schedule": lambda: call(8, schedule="ring"),
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
         "fp8 of other types": lambda: call(13, is_fp8=True),

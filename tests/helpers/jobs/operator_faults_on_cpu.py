@@ -44,6 +44,8 @@ def faults() -> None:
         "a list": lambda: ops.matmul_reduce_scatter([[1.0]] if rank else shard, weight),
         "an array": lambda: ops.all_to_all_matmul(shard.numpy() if rank else shard, weight),
         "a list of weights": lambda: ops.matmul_reduce_scatter(shard, [weight] if rank else weight),
+        "sparse": lambda: ops.matmul_all_reduce(shard.to_sparse() if rank else shard, weight),
+        "a sparse weight": lambda: ops.all_gather_matmul(shard, [weight, weight.to_sparse() if rank else weight]),
         "no dimensions": lambda: ops.all_gather_matmul(torch.ones(()) if rank else shard, weight),
         "rows in words": lambda: ops.all_gather_matmul(shard, weight, num_rows="8" if rank else 8),
         "rows in parts": lambda: ops.all_gather_matmul(shard, weight, num_rows=8.0 if rank else 8),

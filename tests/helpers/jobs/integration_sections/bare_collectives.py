@@ -174,9 +174,15 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     replaced.use(True)
     dist.all_reduce(scattered)
     assert replaced.num_by_copies == 2
+    refused(lambda: replaced.use(True, "all_reduce"), "kinds takes a list of kinds, .* found 'all_reduce'")
+    refused(lambda: replaced.use(True, ["all_to_all"]), "found .'all_to_all'.")
     replaced.undo()
     refused(lambda: collectives.replace([None]), "groups must be process groups")
+    refused(lambda: collectives.replace(dist.group.WORLD), "list of process groups; found one of type ProcessGroup")
+    refused(lambda: collectives.replace([]), "groups is empty")
     refused(lambda: collectives.replace(in_flight=0), "in_flight")
+    refused(lambda: collectives.replace(in_flight=True), "in_flight must be from 1 to .* found True")
+    refused(lambda: collectives.replace(least_part_bytes=False), "least_part_bytes must be a whole number, .* found False")
     refused(lambda: collectives.replace(is_on="yes"), "is_on must be True or False; found 'yes'")
 
 

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -9,9 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
+from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close, refused
 from integration_sections.layered import gradients
-from integration_sections.parallel_blocks import FeedForward, block_results, parallel_block
+from integration_sections.parallel_blocks import FeedForward, block_results
 
 
 class Between(FeedForward):
@@ -51,16 +53,13 @@ def tensor_parallel_hands_dtensors_on() -> None:
 
 def tensor_parallel_refuses() -> None:
     num_ranks = dist.get_world_size()
-    block = parallel_block()
-    tensor_parallel.overlap(block)
     mesh = init_device_mesh(DEVICE.type, (num_ranks,))
-    odd = distribute_tensor(torch.randn(1, 4 * num_ranks + 1, 64, device=DEVICE, dtype=torch.float64), mesh, [Shard(1)])
-    refused(lambda: block(odd), "Pad it")
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     whole = parallelize_module(FeedForward(64).to(DEVICE), mesh, plan)
     whole.down = None
     refused(lambda: tensor_parallel.overlap(whole), "arrives whole")
     refused(lambda: tensor_parallel.overlap(FeedForward(64)), "parallelize_module")
+    refused(lambda: tensor_parallel.overlap(whole, is_on="x"), "is_on must be True or False; found 'x'")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
 
@@ -74,6 +73,53 @@ class Sometimes(FeedForward):
         if self.mode == "up":
             return self.down(self.up(x))
         return self.down(self.up(x) * self.gate(x * 2 if self.mode == "apart" else x))
+
+
+def tensor_parallel_left_to_dtensor() -> None:
+    """Activations that operators do not multiply give what the linears' original forward gives, between others that they
+    multiply, eager and compiled.
+    """
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh(DEVICE.type, (num_ranks,))
+    along, whole = [Shard(1)], [Replicate()]
+    sharded, odd, empty = (1, 4 * num_ranks, 64), (1, 4 * num_ranks + 1, 64), (1, 0, 64)
+    features = (4 * num_ranks, 64)  # Shard(1) means its features
+    for is_gathered, placements, shapes in (
+        (True, along, (sharded, odd, empty, features, sharded)),
+        (False, along, (sharded, odd, empty, features, sharded)),
+        (False, whole, (sharded, empty, (64,), sharded)),
+    ):
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=placements[0])}
+        if not is_gathered:
+            plan |= {name: ColwiseParallel(input_layouts=placements[0]) for name in ("gate", "up")}
+        mlps = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            mlps.append(parallelize_module(FeedForward(64).to(DEVICE, torch.float64), mesh, plan))
+            if is_gathered:
+                style = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+                parallelize_module(mlps[-1], mesh, style)
+        overlapped = tensor_parallel.overlap(mlps[0], schedule=ScheduleDescription(pattern="one_peer", chunks=2))
+        for shape in shapes:
+            given = distribute_tensor(torch.randn(shape, device=DEVICE, dtype=torch.float64), mesh, placements)
+            wanted, by_library = _results(mlps[1], given), overlapped.num_by_library
+            assert_close(_results(mlps[0], given), wanted, 1e-12)
+            assert overlapped.num_by_library - by_library == (0 if shape == sharded else len(overlapped.taken)), shape
+            if shape != sharded:
+                compiled = torch.compile(mlps[0], backend="aot_eager", fullgraph=True)
+                assert_close(_results(compiled, given), wanted, 1e-12)
+                torch._dynamo.reset()  # a second size becomes dynamic, which torch's DTensor does not compile
+        assert overlapped.library_reason in str(overlapped)
+
+
+def _results(mlp: nn.Module, given: DTensor) -> list[torch.Tensor]:
+    """The output, and the gradients of a DTensor input and of the parameters."""
+    mlp.zero_grad()
+    leaf = given.detach().requires_grad_()
+    output = mlp(leaf)
+    output.pow(2).sum().backward()
+    found = [leaf.grad, *(each.grad for each in mlp.parameters())]
+    return [output.detach(), *(each.full_tensor() for each in found if isinstance(each, DTensor))]
 
 
 def tensor_parallel_neighbors_part() -> None:
