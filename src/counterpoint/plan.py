@@ -24,6 +24,7 @@ from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
+NO_VERDICT = "no verdict given"
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
 
@@ -135,12 +136,15 @@ class Expectation(Value, frozen=True, kw_only=True):
 
 
 class Plan(Value, frozen=True, kw_only=True):
-    """Directives for one step (`step_fingerprint`) on one machine, with the verdict. An empty plan changes nothing."""
+    """Directives for one step (`step_fingerprint`) on one machine, with the verdict, None in a plan that nobody judged.
+
+    An empty plan changes nothing.
+    """
 
     step_name: str = ""
     step_fingerprint: str = ""
     machine: str = ""
-    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_GAIN")  # written to the file, unlike a default
+    verdict: Verdict | None = None
     summary: str = ""
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()
@@ -214,7 +218,8 @@ class Plan(Value, frozen=True, kw_only=True):
     def _in_short(self) -> str:
         directives = format_count(len(self.directives), "directive")
         step, summary = shortened(self.step_name), shortened(self.summary)
-        return f"{self.verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
+        verdict = self.verdict or NO_VERDICT
+        return f"{verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show of the plan: the verdict, and each directive with its reason."""
@@ -223,7 +228,7 @@ class Plan(Value, frozen=True, kw_only=True):
             f"{each.match.shortened().describe(NUM_SHOWN)}: {each.reason}"
             for each in self.directives
         )
-        return html_list(f"{self.verdict}: {self.summary or 'this plan changes nothing'}", lines)
+        return html_list(f"{self.verdict or NO_VERDICT}: {self.summary or 'this plan changes nothing'}", lines)
 
 
 def _others(match: Match) -> str:

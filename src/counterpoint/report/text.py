@@ -18,7 +18,7 @@ from counterpoint.errors import MachineError, printable, shown, shown_path
 from counterpoint.footprints import collectives_of
 from counterpoint.kernel_names import readable
 from counterpoint.machine import Gpu, Machine
-from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan
+from counterpoint.plan import NO_VERDICT, NUM_SHOWN, Directive, Match, Plan
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.narrow import WholeWordTable
@@ -156,10 +156,15 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
     console.print()
 
 
+def print_verdict(console: Console, plan: Plan) -> None:
+    """Print the verdict and what it says in a few words."""
+    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
+    console.print(Text.assemble((plan.verdict or NO_VERDICT, style), "  ", printable(plan.summary)))
+
+
 def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) -> None:
     """Print the verdict, and each control with its reason; `bounds` are those of a simulated plan."""
-    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
+    print_verdict(console, plan)
     if plan.directives:
         console.print(bullets(describe_directives(plan.directives)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":
