@@ -23,8 +23,7 @@ from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
-Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
-NO_VERDICT = "no verdict given"
+Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
 
@@ -136,7 +135,7 @@ class Expectation(Value, frozen=True, kw_only=True):
 
 
 class Plan(Value, frozen=True, kw_only=True):
-    """Directives for one step (`step_fingerprint`) on one machine, with the verdict, None in a plan that nobody judged.
+    """Directives for one step (`step_fingerprint`) on one machine, with the verdict, NO_VERDICT if nobody judged the plan.
 
     An empty plan changes nothing.
     """
@@ -144,7 +143,7 @@ class Plan(Value, frozen=True, kw_only=True):
     step_name: str = ""
     step_fingerprint: str = ""
     machine: str = ""
-    verdict: Verdict | None = None
+    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_VERDICT")  # written to the file, unlike a default
     summary: str = ""
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()
@@ -218,8 +217,7 @@ class Plan(Value, frozen=True, kw_only=True):
     def _in_short(self) -> str:
         directives = format_count(len(self.directives), "directive")
         step, summary = shortened(self.step_name), shortened(self.summary)
-        verdict = self.verdict or NO_VERDICT
-        return f"{verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
+        return f"{self.verdict} for {step!r} on {self.machine!r}: {summary}; {directives}, {len(self.refusals)} left out"
 
     def _repr_html_(self) -> str:
         """Return what notebooks show of the plan: the verdict, and each directive with its reason."""
@@ -228,7 +226,7 @@ class Plan(Value, frozen=True, kw_only=True):
             f"{each.match.shortened().describe(NUM_SHOWN)}: {each.reason}"
             for each in self.directives
         )
-        return html_list(f"{self.verdict or NO_VERDICT}: {self.summary or 'this plan changes nothing'}", lines)
+        return html_list(f"{self.verdict}: {self.summary or 'this plan changes nothing'}", lines)
 
 
 def _others(match: Match) -> str:

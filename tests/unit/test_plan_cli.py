@@ -102,7 +102,7 @@ def test_plans_of_the_same_controls(tmp_path: Path, other: Plan, says: str) -> N
 def test_a_plan_by_hand_without_a_verdict_is_not_called_no_gain(tmp_path: Path) -> None:
     files(tmp_path, Plan(directives=(COPIES,)))
     shown = counterpoint("plan", "show", "0.toml", cwd=tmp_path).stdout
-    assert shown.startswith("no verdict given")
+    assert shown.startswith("NO_VERDICT  the plan gives none")
     assert "NO_GAIN" not in shown + (tmp_path / "0.toml").read_text()
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 from counterpoint.controls import Control
 from counterpoint.errors import printable
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
-from counterpoint.plan import NO_VERDICT, Expectation, Match, Plan
+from counterpoint.plan import Expectation, Match, Plan
 from counterpoint.planner.job_changes import JobChange, JobChanges
 from counterpoint.report.text import bullets, describe_directives, print_verdict
 from counterpoint.report.to_apply import Application
@@ -121,7 +121,7 @@ def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
     """Return what a plan states about itself, the verdict first; a missing fact is an empty string."""
-    yield "verdict", plan.verdict or NO_VERDICT
+    yield "verdict", plan.verdict
     step = f"'{plan.step_name}'" if plan.step_name else ""
     yield "step", " ".join(filter(None, (step, f"({plan.step_fingerprint})" if plan.step_fingerprint else "")))
     yield "machine", plan.machine

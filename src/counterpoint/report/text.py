@@ -18,7 +18,7 @@ from counterpoint.errors import MachineError, printable, shown, shown_path
 from counterpoint.footprints import collectives_of
 from counterpoint.kernel_names import readable
 from counterpoint.machine import Gpu, Machine
-from counterpoint.plan import NO_VERDICT, NUM_SHOWN, Directive, Match, Plan
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan
 from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.narrow import WholeWordTable
@@ -157,9 +157,10 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
 
 
 def print_verdict(console: Console, plan: Plan) -> None:
-    """Print the verdict and what it says in a few words."""
+    """Print the verdict, and the plan's own words for it."""
     style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict or NO_VERDICT, style), "  ", printable(plan.summary)))
+    summary = plan.summary or ("the plan gives none" if plan.verdict == "NO_VERDICT" else "")
+    console.print(Text.assemble((plan.verdict, style), "  ", printable(summary)))
 
 
 def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) -> None:
