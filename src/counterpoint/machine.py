@@ -4,6 +4,7 @@ A machine knows nothing of what runs on it. The `[sources]` table of a shipped f
 AMD, a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,8 @@ TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
 MAX_NAME = 200  # most letters of a name or a title
+# How a vendor names its compute capabilities: a regular expression, and an example
+CAPABILITIES = MappingProxyType({"nvidia": (r"[0-9]{1,2}\.[0-9]{1,2}", "9.0"), "amd": (r"gfx[0-9a-f]{3,5}", "gfx942")})
 # Anything outside these ranges is a typing error: a size in GiB, a clock in GHz, a rate in GB/s.
 PLAUSIBLE_RANGES: tuple[tuple[str, float, float], ...] = (
     ("num_sms", 1, 4096),
@@ -108,6 +111,13 @@ class Gpu(Value, frozen=True, kw_only=True):
     fp64_flops_per_s: float | None = None
 
     def __post_init__(self) -> None:
+        form, example = CAPABILITIES[self.vendor]
+        require(
+            re.fullmatch(form, self.compute_capability) is not None,
+            MachineError,
+            f'gpu.compute_capability of an {self.vendor} GPU must be as in "{example}"; found '
+            f"'{shown(self.compute_capability)}'.",
+        )
         _check_figures(self)
         _check_sm(self)
         _check_shared_memory(self)

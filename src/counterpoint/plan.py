@@ -23,7 +23,7 @@ from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
-Verdict = Literal["GAIN", "NO_GAIN", "UNKNOWN"]
+Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
 
@@ -135,12 +135,15 @@ class Expectation(Value, frozen=True, kw_only=True):
 
 
 class Plan(Value, frozen=True, kw_only=True):
-    """Directives for one step (`step_fingerprint`) on one machine, with the verdict. An empty plan changes nothing."""
+    """Directives for one step (`step_fingerprint`) on one machine, with the verdict, NO_VERDICT if nobody judged the plan.
+
+    An empty plan changes nothing.
+    """
 
     step_name: str = ""
     step_fingerprint: str = ""
     machine: str = ""
-    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_GAIN")  # written to the file, unlike a default
+    verdict: Verdict = msgspec.field(default_factory=lambda: "NO_VERDICT")  # written to the file, unlike a default
     summary: str = ""
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()

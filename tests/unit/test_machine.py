@@ -179,6 +179,12 @@ def test_a_missing_figure_names_file_and_field_in_one_line(tmp_path: Path) -> No
         ("num_gpus = 8", "num_gpus = 0", r"num_gpus must be from 1 to 1024; found 0"),
         ("latency_us = 1.0", "latency_us = -1.0", r"link latency_us must be above 0 .* found -1\.0"),
         ("\nbytes_per_s = 4.5e11", "\nbytes_per_s = 1e11", r"link per_peer_bytes_per_s must be at most 1000.*; found 4500"),
+        (
+            'compute_capability = "9.0"',
+            'compute_capability = "abc"',
+            r'gpu\.compute_capability of an nvidia GPU must be as in "9\.0"; found \'abc\'',
+        ),
+        ('vendor = "nvidia"', 'vendor = "amd"', r'gpu\.compute_capability of an amd GPU must be as in "gfx942"'),
         ('vendor = "nvidia"', 'vendor = "intel"', r"gpu\.vendor must be one of 'amd', 'nvidia'; found 'intel'"),
         ("num_sms = 132", 'num_sms = "many"', r"gpu\.num_sms must be a whole number; found 'many'"),
         ("num_sms = 132", "num_sms = 132\nnum_tpcs = 66", r"gpu has no field 'num_tpcs'\. Did you mean 'num_\w+'\?"),

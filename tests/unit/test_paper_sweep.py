@@ -133,7 +133,8 @@ def test_buffers_are_operands_outputs_and_two_buffers_of_an_all_to_all() -> None
     [
         ("nothing", "--sweep must be one of ctas, sizes, bytes, tiles, types, ranks, iterations"),
         ("ctas=", "--sweep ctas has an empty value"),
-        ("ctas=0", "--sweep ctas takes whole numbers above 0, or tiles for one CTA per tile; found '0'."),
+        ("ctas=0", "--sweep ctas takes whole numbers from 1 to 999,999,999, or tiles for one CTA per tile; found '0'."),
+        ("ctas=9999999999", "from 1 to 999,999,999, or tiles for one CTA per tile; found '9999999999'."),
         ("types=int8", "--sweep types must name some of fp32, tf32, bf16, fp16, fp8; found 'int8'."),
         ("tiles=64x64", "tile must be three sizes"),
         ("sizes=99999999", "needs 3054 GiB of memory on each GPU"),

@@ -62,7 +62,7 @@ def test_a_plan_is_told_in_words_with_all_its_numbers_reasons_and_refusals(tmp_p
 
 
 def test_a_plan_without_directives_says_that_it_leaves_everything_as_it_is(tmp_path: Path) -> None:
-    files(tmp_path, Plan(summary="nothing pays"))
+    files(tmp_path, Plan(verdict="NO_GAIN", summary="nothing pays"))
     said = counterpoint("plan", "show", "0.toml", cwd=tmp_path).stdout
     assert "NO_GAIN  nothing pays" in said
     assert "no directives: this plan changes nothing" in said
@@ -97,6 +97,13 @@ def test_plans_of_the_same_controls(tmp_path: Path, other: Plan, says: str) -> N
     done = counterpoint("plan", "diff", "0.toml", "1.toml", cwd=tmp_path, COLUMNS="200")
     assert done.returncode == 0
     assert done.stdout.startswith(says)
+
+
+def test_a_plan_by_hand_without_a_verdict_is_not_called_no_gain(tmp_path: Path) -> None:
+    files(tmp_path, Plan(directives=(COPIES,)))
+    shown = counterpoint("plan", "show", "0.toml", cwd=tmp_path).stdout
+    assert shown.startswith("NO_VERDICT  the plan gives none")
+    assert "NO_GAIN" not in shown + (tmp_path / "0.toml").read_text()
 
 
 def test_json_holds_the_same(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from counterpoint.controls import (
 from counterpoint.errors import CounterpointError, MachineError, PlanError, StepError
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
+from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Copy, Footprint, Kernel
 from helpers.toy_steps import (
     GREATEST,
@@ -55,6 +56,13 @@ def refused(error: type[CounterpointError], *operations: Kernel | Collective | C
 )
 def test_a_launch_that_does_not_fit_is_refused(footprint: Footprint, limiter: str) -> None:
     message = refused(StepError, Kernel(name="too large", stream=1, footprint=footprint, cta_us=1.0))
+    described = Kernel(name="too large", stream=1, footprint=footprint, character="matmul", flops=1e9, hbm_bytes=1e6)
+    with pytest.raises(StepError) as caught:
+        Simulator().lone_times_us(step_of(described), H200)
+    assert str(caught.value) == message
+    with pytest.raises(StepError) as caught:
+        Simulator().least_busy_us(step_of(described), H200, [1.0])
+    assert str(caught.value) == message
     assert "'too large'" in message
     assert limiter in message
 

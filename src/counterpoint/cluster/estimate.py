@@ -28,9 +28,9 @@ FOLDED_LAYERS = (2, 3)  # numbers of layers in the simulated passes
 
 
 class ClusterEstimate(Value, frozen=True, kw_only=True):
-    """One step. Times are those of the slowest rank, in microseconds; exposed time is what its computation waits for.
+    """One step. Times are those of a rank of the busiest stage, in microseconds, and add up to `step_us`.
 
-    `bubble_us` is the pipeline wait of the stage that computes most; `tensor_exposed_us` is the wait of computation for
+    Exposed time is what its computation waits for. `bubble_us` is the pipeline wait; `tensor_exposed_us` is the wait for
     collectives inside passes; `data_exposed_us` is that for gathers and reductions before, beside and after them.
     """
 
@@ -124,7 +124,7 @@ class _StepEstimator:
         pipeline_us = max(ends)
         skew_us = pipeline_us * (self._skew_factor - 1)
         step_us = start_us + pipeline_us + skew_us + optimizer_us
-        busy_us, waiting_us, beside_us = self._stage_shares()
+        busy_us, waiting_us, beside_us = self._stage_shares(busiest)
         return self._estimate(
             step_us=step_us,
             compute_us=busy_us,
@@ -307,17 +307,18 @@ class _StepEstimator:
         slowest = skew.slow_factor if skew.slow_ranks else 1.0
         return slowest * (1 + skew.sigma * max(0.0, largest))
 
-    def _stage_shares(self) -> tuple[float, float, float]:
-        """Of the last stage's passes: computation, waits for tensor- and expert-parallel collectives, for gathers."""
+    def _stage_shares(self, stage: int) -> tuple[float, float, float]:
+        """Of a stage's passes: computation, waits for collectives inside passes, for gathers and reductions."""
         passes = self._configuration.num_micro_batches
         chunks = self._sizes.num_chunks
         plain = [self._pass(PassKind(direction=each)) for each in ("forward", "backward")]
-        busy_us = sum(each.busy_us for each in plain) * chunks + sum(each.busy_us for each in self._heads)
+        heads = self._heads if stage == self._sizes.pipeline - 1 else ()
+        busy_us = sum(each.busy_us for each in plain) * chunks + sum(each.busy_us for each in heads)
         waiting_us = sum(each.computed_us - each.busy_us for each in plain) * chunks
-        waiting_us += sum(each.makespan_us - each.busy_us for each in self._heads)
+        waiting_us += sum(each.makespan_us - each.busy_us for each in heads)
         whole = (self._forward.computed_us + self._backward_us) * chunks
         beside_us = whole - sum(each.computed_us for each in plain) * chunks
-        if self._sizes.pipeline == 1:  # else the embedding is in another stage
+        if stage == 0:  # it has the embedding
             beside_us += sum(self._embedding_waits_us)
         return passes * busy_us, passes * waiting_us, passes * max(0.0, beside_us)
 

@@ -23,6 +23,7 @@ from counterpoint.workloads.gemm import matmul_bytes, parse_tile, stage_bytes
 Axis = Literal["ctas", "sizes", "bytes", "tiles", "types", "ranks", "iterations"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 ONE_PER_TILE = "tiles"
+MOST_SWEPT = 999_999_999
 SIZES, COLLECTIVES = ("cb", "mb"), ("ar", "a2a")
 TILES = {"opt1": "64x64x32", "opt2": "64x64x64", "large": "128x128x64"}
 TYPES: tuple[ElementType, ...] = ("fp32", "tf32", "bf16", "fp16", "fp8")  # the types that the matmuls here compute
@@ -180,9 +181,9 @@ CHANGES: dict[Axis, Callable[[Description, str], Description]] = {
 
 
 def _number(value: str, axis: Axis) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 9 and int(value) > 0):
+    if not (value.isascii() and value.isdigit() and len(value) <= len(str(MOST_SWEPT)) and int(value) > 0):
         words = f", or {ONE_PER_TILE} for one CTA per tile" if axis == "ctas" else ""
-        raise WorkloadError(f"--sweep {axis} takes whole numbers above 0{words}; found '{shown(value)}'.")
+        raise WorkloadError(f"--sweep {axis} takes whole numbers from 1 to {MOST_SWEPT:,}{words}; found '{shown(value)}'.")
     return int(value)
 
 

@@ -10,7 +10,7 @@ from counterpoint.errors import printable
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.plan import Expectation, Match, Plan
 from counterpoint.planner.job_changes import JobChange, JobChanges
-from counterpoint.report.text import bullets, describe_directives
+from counterpoint.report.text import bullets, describe_directives, print_verdict
 from counterpoint.report.to_apply import Application
 from counterpoint.units import format_change, format_percent, format_us
 from counterpoint.value import Value
@@ -61,8 +61,7 @@ def compare_plans(first: Plan, second: Plan) -> PlanDiff:
 
 def print_plan_file(console: Console, plan: Plan) -> None:
     """Print a plan in words: verdict, origin, and each directive with its reason."""
-    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
+    print_verdict(console, plan)
     for what, said in list(_facts(plan))[1:]:
         if said:
             console.print(Text.assemble((f"{what}: ", "bold"), printable(said)))

@@ -156,10 +156,16 @@ def print_trials(console: Console, trials: Sequence[Trial], bounds: ErrorBounds 
     console.print()
 
 
+def print_verdict(console: Console, plan: Plan) -> None:
+    """Print the verdict, and the plan's own words for it."""
+    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
+    summary = plan.summary or ("the plan gives none" if plan.verdict == "NO_VERDICT" else "")
+    console.print(Text.assemble((plan.verdict, style), "  ", printable(summary)))
+
+
 def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) -> None:
     """Print the verdict, and each control with its reason; `bounds` are those of a simulated plan."""
-    style = "bold green" if plan.verdict == "GAIN" else "bold yellow"
-    console.print(Text.assemble((plan.verdict, style), "  ", printable(plan.summary)))
+    print_verdict(console, plan)
     if plan.directives:
         console.print(bullets(describe_directives(plan.directives)))
     if plan.expectation is not None and plan.expectation.origin == "simulated":

@@ -97,7 +97,7 @@ class Simulator(AbstractExecutor):
         clock, if it has one.
 
         Of a plan's controls, only those that move a collective by copies count: the collective then takes the copies' time,
-        without the time of the sum if it reduces.
+        without the time of the sum if it reduces. Raises as `run` does.
         """
         check_nodes(step, machine)
         calibration = self._calibration or load_calibration(machine)

@@ -15,7 +15,7 @@ from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.engine import Engine
 from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, clock_exponent
 from counterpoint.sim.rates import SM_EXPONENT, RateModel
-from counterpoint.sim.task_graph import TaskGraph
+from counterpoint.sim.task_graph import TaskGraph, check_fit
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US, ps_to_us
 
@@ -39,17 +39,21 @@ class StepRun:
 
     def lone_us(self, clock_share: float = 1.0) -> list[float]:
         """Return each operation's time alone, in microseconds, at a share of the lone times' clock; for an operation that
-        copies move, the copies' time; for one that a plan makes unnecessary, 0.
+        copies move, the copies' time; for one that a plan makes unnecessary, 0. Raises `StepError` for a launch that does
+        not fit.
         """
         costs = CostModel(self._machine, self.calibration)
-        return [
-            0.0
-            if effect.is_saved
-            else costs.copied_us(operation)
-            if isinstance(operation, Collective) and _is_copied(effect)
-            else costs.lone_us(operation) / self._speed(operation, clock_share)
-            for operation, effect in zip(self.step.operations, self._effects, strict=True)
-        ]
+        found: list[float] = []
+        for index, (operation, effect) in enumerate(zip(self.step.operations, self._effects, strict=True)):
+            if effect.is_saved:
+                found.append(0.0)
+            elif isinstance(operation, Collective) and _is_copied(effect):
+                found.append(costs.copied_us(operation))
+            else:
+                if not isinstance(operation, Copy) and effect.footprint is not None:
+                    check_fit(index, operation, effect.footprint, self._machine)
+                found.append(costs.lone_us(operation) / self._speed(operation, clock_share))
+        return found
 
     def _speed(self, operation: Operation, clock_share: float) -> float:
         """Return the speed of an operation alone at a share of the clock; 1 at the clock of its lone time."""
@@ -87,7 +91,9 @@ def clock_share(runs: Sequence[StepRun]) -> float:
 def least_busy_us(step: Step, costs: CostModel, least_us: Sequence[float]) -> float:
     """Return how long the busiest of SMs, memory and links is busy. An operation counts for at most its `least_us`."""
     totals: dict[str, float] = {}
-    for operation, most_us in zip(step.operations, least_us, strict=True):
+    for index, (operation, most_us) in enumerate(zip(step.operations, least_us, strict=True)):
+        if isinstance(operation, Kernel):
+            check_fit(index, operation, operation.footprint, costs.machine)
         for shared, busy_us in _busy_us(operation, costs):
             totals[shared] = totals.get(shared, 0.0) + min(busy_us, most_us)
     return max(totals.values(), default=0.0)

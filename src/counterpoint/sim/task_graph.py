@@ -13,6 +13,7 @@ import msgspec
 
 from counterpoint.controls import ALL_REDUCES_IN_FLIGHT
 from counterpoint.errors import StepError, shown
+from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
@@ -179,7 +180,7 @@ class TaskGraph:
         return self._sm_task(index, operation, effect.footprint, priority)
 
     def _sm_task(self, index: int, operation: Kernel | Collective, footprint: Footprint, priority: int) -> SmTask:
-        self._check_fit(index, operation, footprint)
+        check_fit(index, operation, footprint, self._machine)
         if isinstance(operation, Kernel):
             work, shared_work = self._costs.kernel_work(operation), self._costs.shared_work(operation)
         else:
@@ -198,21 +199,23 @@ class TaskGraph:
             tiles_left=work.num_tiles,
         )
 
-    def _check_fit(self, index: int, operation: Kernel | Collective, footprint: Footprint) -> None:
-        fit = residency(self._machine.gpu, footprint)
-        if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(self._machine.gpu.sms_per_gpc):
-            raise StepError(
-                f"Operation {index} ('{shown(operation.name)}') does not fit {self._machine.name}: not one CTA of "
-                f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
-                f"{footprint.shared_bytes} bytes of shared memory fits, limited by {fit.limiter}. Check the footprint, or "
-                "name the machine it was made for."
-            )
-        if footprint.num_ctas % footprint.ctas_per_cluster:
-            raise StepError(
-                f"Operation {index} ('{shown(operation.name)}') launches {footprint.num_ctas} CTAs in clusters of "
-                f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or "
-                "ctas_per_cluster."
-            )
+
+def check_fit(index: int, operation: Kernel | Collective, footprint: Footprint, machine: Machine) -> None:
+    """Raise `StepError` if not one CTA of the launch fits the machine, or if it does not consist of whole clusters."""
+    fit = residency(machine.gpu, footprint)
+    if fit.ctas_per_sm < 1 or footprint.ctas_per_cluster > fit.ctas_per_sm * max(machine.gpu.sms_per_gpc):
+        raise StepError(
+            f"Operation {index} ('{shown(operation.name)}') does not fit {machine.name}: not one CTA of "
+            f"{footprint.threads_per_cta} threads x {footprint.registers_per_thread} registers with "
+            f"{footprint.shared_bytes} bytes of shared memory fits, limited by {fit.limiter}. Check the footprint, or "
+            "name the machine it was made for."
+        )
+    if footprint.num_ctas % footprint.ctas_per_cluster:
+        raise StepError(
+            f"Operation {index} ('{shown(operation.name)}') launches {footprint.num_ctas} CTAs in clusters of "
+            f"{footprint.ctas_per_cluster}, but a launch consists of whole clusters. Correct num_ctas or "
+            "ctas_per_cluster."
+        )
 
 
 def is_summed(collective: Collective, effect: Effect) -> bool:

@@ -124,7 +124,7 @@ def decide(trials: Trials, comparison: Comparison, reports: Sequence[RoundReport
     measurements, chosen = comparison.measurements, comparison.chosen
     if not measurements:
         summary = comparison.describe() if trials.candidates else _nothing_to_try(trials.refusals)
-        return Decision(plan=Plan(machine=name, summary=summary, refusals=_merged(trials.refusals)))
+        return Decision(plan=Plan(machine=name, verdict="NO_GAIN", summary=summary, refusals=_merged(trials.refusals)))
     dropped = without_effect(reports)
     candidate = trials.candidates[chosen - 1] if chosen else None
     kept = _keep_engaged(candidate.directives if candidate else (), dropped)

@@ -316,7 +316,8 @@ class LiveTuner:
                 return given.start_step
             if look.verdict == "remove":
                 self._at_rest = UNCHANGED
-                self._teller.decision = Decision(plan=Plan(machine=decision.plan.machine, summary=look.reason))
+                removed = Plan(machine=decision.plan.machine, verdict="NO_GAIN", summary=look.reason)
+                self._teller.decision = Decision(plan=removed)
                 self._teller.tell(
                     "reverted", f"{look.reason}; taken out after {self._teller.steps()}; it will be tried again much later"
                 )
