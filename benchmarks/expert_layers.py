@@ -162,7 +162,6 @@ def dispatch_calls(layer: Layer) -> dict[str, Call]:
         work = Pass(routing, RowFormat.of(layer.tokens), [ExpertRegion.DISPATCH])
         dispatch = work.dispatch(ExpertRegion.DISPATCH, layer.tokens)
         dispatch.group(0)
-        dispatch.release()
         work.finish()
 
     return {
@@ -242,8 +241,6 @@ def summary(operation: str, found: dict[str, dict[str, float]], pick: str) -> di
 def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Both operations of one layer under one routing, and the whole layer where asked for."""
     layer = Layer(shape, routing, torch.device("cuda", torch.cuda.current_device()))
-    chosen = pick_pieces(layer.most_bytes, None)
-    pick = f"copies {chosen}" if chosen else "library"
     made: dict[str, Callable[[], dict[str, Call]]] = {
         "dispatch": lambda: dispatch_calls(layer),
         "combine": lambda: combine_calls(layer),
@@ -253,6 +250,8 @@ def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) ->
     rows = []
     for operation, make in made.items():
         calls = make()
+        chosen = pick_pieces(layer.most_bytes, None, layer.num_local, has_gradients=operation == "layer")
+        pick = f"copies {chosen}" if chosen else "library"
         timed = time_interleaved(calls, arguments.rounds, arguments.warm_ups)
         found = {name: each.as_dict() for name, each in timed.items()}
         rows.append(

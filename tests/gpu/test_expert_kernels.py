@@ -33,9 +33,10 @@ def addresses(memory: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gathered_of(counts: np.ndarray) -> torch.Tensor:
-    """What the exchange of counts leaves on the device: each rank's counts, and last their sum."""
+    """What the exchange of counts leaves on the device: each rank's counts, and last twice their sum, or 1 more."""
     flat = counts.reshape(len(counts), -1)
-    return torch.tensor(np.concatenate([flat, flat.sum(1, keepdims=True)], 1), device="cuda")
+    last = 2 * flat.sum(1, keepdims=True) + np.arange(len(counts))[:, None] % 2
+    return torch.tensor(np.concatenate([flat, last], 1), device="cuda")
 
 
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 3), (2, 1), (2, 4), (2, 64), (3, 5), (4, 32)])
@@ -68,11 +69,11 @@ def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None
     counts[:, 1] += "many" in wrong
     gathered = gathered_of(counts)
     if wrong == "a sum of rank 0":
-        gathered[0, -1] += 1
+        gathered[0, -1] += 2
     elif wrong == "a negative count of rank 0":
         gathered[0, :2] = torch.tensor([-1, 7])
     elif wrong == "a sum that wraps":
-        gathered[0, :2], gathered[0, -1] = 2**63 - 2, 2  # the sum of all four is 2 in 64 bits
+        gathered[0, :2], gathered[0, -1] = 2**63 - 2, 4  # the sum of all four is 2 in 64 bits
     tokens, landed = [drawn(14), drawn(14)], [unwritten(12), unwritten(12)]
     ends = torch.full((2, 2), -1, dtype=torch.int32, device="cuda")
     for rank in range(2):

@@ -1,11 +1,13 @@
 """Dispatch and combine by copies, on a double of the driver where everything ends at once: every row reaches its place and
-comes back, and every flag is at rest after a call. GPUs run them in tests/multigpu."""
+comes back. In a second double streams run in any order that the driver allows: no rank writes what another still reads.
+GPUs run them in tests/multigpu."""
 
 import ctypes
 import importlib
+import random
 import sys
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 WIDTH = 36  # numbers in a row
+OWN_COUNTS = -1  # the address of this rank's counts
 
 
 @pytest.fixture
@@ -38,17 +41,17 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Group:
-    """What the ranks of a group share: memory and flags."""
+    """What the ranks of a group share: memory, flags, and the number of the call."""
 
-    def __init__(self, num_ranks: int, resting: list[int], most_rows: int) -> None:
-        self.flags = np.repeat(np.array(resting)[None, :, None], num_ranks, 0).repeat(num_ranks, 2)
+    def __init__(self, num_ranks: int, num_flags: int, most_rows: int) -> None:
+        self.flags, self.number = np.zeros((num_ranks, num_flags, num_ranks), dtype=int), 0
         self.memory = [torch.empty(3, most_rows, WIDTH) for _ in range(num_ranks)]
 
 
 class Exchange:
     """One rank's `ExpertCopies`, without streams."""
 
-    ready, counted = "ready", "counted"
+    ready, counted, awaits_peers = "ready", "counted", False
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank, self.rank = group, rank, rank
@@ -57,15 +60,13 @@ class Exchange:
         self.signals = self.blocks = self
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
-    def take(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
+    def wait(self, flag: int, peers: tuple[int, ...], _stream: object) -> None:
         for peer in peers:
-            assert self._group.flags[self._rank, number, peer] == 1, "on a GPU the stream would wait here for ever"
-            self._group.flags[self._rank, number, peer] = 0
+            assert self._group.flags[self._rank, flag, peer] >= self._group.number, "on a GPU the stream would wait for ever"
 
-    def raise_to(self, number: int, peers: tuple[int, ...], _stream: object) -> None:
+    def raise_to(self, flag: int, peers: tuple[int, ...], _stream: object) -> None:
         for peer in peers:
-            assert self._group.flags[peer, number, self._rank] == 0
-            self._group.flags[peer, number, self._rank] = 1
+            self._group.flags[peer, flag, self._rank] = self._group.number
 
     def address(self, region: int, peer: int) -> int:
         return int(self._group.memory[peer][region].data_ptr())
@@ -87,13 +88,13 @@ class Exchange:
     def mark(self) -> None: ...
 
 
-def send_rows(sending: Any, gathered: Any, ends: Any) -> None:
+def send_rows(sending: Any, gathered: Any, ends: Any, *, is_own_only: bool = False) -> None:
     """What the kernel of that name does, block by block."""
     size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
     counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
     layout = importlib.import_module("counterpoint.schedule.expert_layout").ExpertLayout(counts, sending.rank, 1)
     has_room = counts.sum((0, 2)) <= len(sending.landed)
-    for peer in range(num_ranks):
+    for peer in [sending.rank] if is_own_only else range(num_ranks):
         target = sending.landed.data_ptr() if peer == sending.rank else int(sending.addresses[peer])
         for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
             if has_room[peer]:
@@ -111,7 +112,7 @@ def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_r
 def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_since(copies: Any, were_ready: bool) -> None:
     rows = MagicMock()
     rows.format.num_bytes = 8
-    group = Group(2, copies.RESTING, 1)
+    group = Group(2, copies.NUM_FLAGS, 1)
     outbox = outbox_of(copies, Exchange(group, 0), rows, torch.zeros(1, WIDTH), were_ready=were_ready)
     outbox.send(1, 0, (np.array([0]), np.array([0]), np.array([1])))
     (waited,) = copies.cu.cuStreamWaitEvent.call_args_list
@@ -121,19 +122,20 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
 
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: Any, num_ranks: int, num_groups: int) -> None:
+def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num_groups: int) -> None:
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     num_experts = 3
     counts = np.random.default_rng(num_ranks).integers(0, 4, (num_ranks, num_ranks, num_experts))
-    group = Group(num_ranks, copies.RESTING, int(counts.sum()) + 1)
+    group = Group(num_ranks, copies.NUM_FLAGS, int(counts.sum()) + 1)
     ranks = []
     for rank in range(num_ranks):
         layout = layouts.ExpertLayout(counts, rank, num_groups)
         sorting = exchanges.Sorting(layout, torch.from_numpy(counts.reshape(num_ranks, -1)))
         rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
-    for _ in range(2):  # the second call finds the flags as the first one did
+    for _ in range(2):
+        group.number += 1
         sent = [
             copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
             for exchange, rows, tokens in ranks
@@ -143,7 +145,6 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
             for each, (_, rows, _) in zip(sent, ranks, strict=True)
         ]
         for each in sent:
-            each.release()
             each.join()
         for rank, (_, rows, _) in enumerate(ranks):
             assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
@@ -161,12 +162,11 @@ def test_rows_reach_their_experts_and_come_back_and_flags_are_at_rest(copies: An
         for each, (_, _, tokens) in zip(back, ranks, strict=True):
             assert torch.equal(each.results(), 2 * tokens)
             each.join()
-        assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_rest(
+def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool
 ) -> None:
     kernels = ModuleType("counterpoint.ops.expert_kernels")
@@ -174,7 +174,7 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    for name in ("send_ahead", "await_ahead", "release_ahead"):
+    for name in ("send_ahead", "await_ahead", "end_ahead", "_ends_of"):
         monkeypatch.setattr(Exchange, name, getattr(copies.ExpertCopies, name), raising=False)
     exchanges, ahead, layouts = (
         importlib.import_module(f"counterpoint.{name}")
@@ -186,9 +186,10 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_
     gathered = torch.cat([flat, flat.sum(1, keepdim=True)], 1)
     every = [layouts.ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
     bound = every[0].most_grouped - is_large
-    group = Group(num_ranks, copies.RESTING, bound)
+    group = Group(num_ranks, copies.NUM_FLAGS, bound)
     tokens = [torch.randn(layout.num_tokens, WIDTH) for layout in every]
     for _ in range(2):
+        group.number += 1
         sent = [ahead.AheadDispatch(Exchange(group, rank), tokens[rank], [], bound) for rank in range(num_ranks)]
         for each in sent:
             each.send(gathered)
@@ -211,8 +212,7 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks_and_flags_are_at_
                     assert torch.equal(product, whole[: every[rank].num_rows])
                     assert not product._is_view(), "the caller may change it in place"
                     assert (product.data_ptr() == whole.data_ptr()) == (4 * num_spare <= every[rank].num_rows)
-                each.release()
-        assert (group.flags == np.array(copies.RESTING)[None, :, None]).all()
+                each.join()
 
 
 def test_a_bound_follows_the_largest_of_recent_calls() -> None:
@@ -261,3 +261,158 @@ def test_many_blocks_are_one_request_and_single_copies_where_the_driver_refuses(
     assert torch.equal(target, torch.where(source % 4 == 3, 0, source))
     assert asked == [(6, 1, 5)] * (1 if status else 2)
     assert len(single) == (2 + 2 * 6 if status else 2)
+
+
+class Streams:
+    """The streams of all ranks: operations of one stream run in order, all else in any order; or one stream of a rank also
+    waits for the others, as where they share a hardware queue. An event holds what was recorded when a wait was issued."""
+
+    def __init__(self, num_ranks: int, *, is_one_queue: bool) -> None:
+        self.queues: dict[Any, deque[Callable[[], bool]]] = defaultdict(deque)
+        self.flags: dict[tuple[int, int, int], int] = defaultdict(int)  # (owner, flag, raiser)
+        self.memory: dict[Any, Any] = {}
+        self.num_ranks, self._is_one_queue = num_ranks, is_one_queue
+
+    def issue(self, rank: int, stream: str, act: Callable[[], Any]) -> None:
+        """Queue an operation; one that returns False is tried again."""
+        self.queues[rank, "all" if self._is_one_queue else stream].append(lambda: act() is not False)
+
+    def run(self, chance: random.Random) -> None:
+        """Run all that is queued."""
+        while ready := [queue for queue in self.queues.values() if queue]:
+            chance.shuffle(ready)
+            done = next((queue for queue in ready if queue[0]()), None)
+            assert done is not None, "every stream waits for ever"
+            done.popleft()
+
+
+class ModelledRank:
+    """One rank's real `ExpertCopies`, whose driver queues operations in `Streams`."""
+
+    def __init__(self, copies: Any, streams: Streams, rank: int) -> None:
+        made = self.copier = object.__new__(copies.ExpertCopies)
+        self.copies, self.streams, self.rank = copies, streams, rank
+        peers = tuple((rank + turn) % streams.num_ranks for turn in range(1, streams.num_ranks))
+        values = {"rank": rank, "_num_ranks": streams.num_ranks, "_peers": peers, "device": torch.device("cpu")}
+        doubles = {name: MagicMock() for name in ("_order", "_watch", "_pool")}
+        state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
+        counts = {"_counts_place": 0, "_counts_row_bytes": 8, "_counts_on_host": torch.zeros(2 * streams.num_ranks)}
+        events = {name: [None] for name in ("ready", "_mark", "counted")}
+        made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, _streams={}, _ends={})
+        made._counts_pool = MagicMock(num_bytes=8)
+        made._counts_pool.memory.addresses = [1000 * peer for peer in range(streams.num_ranks)]
+        made.current = lambda: "compute"
+        made.copy_stream = lambda name: name
+        made.address = lambda region, peer: 0
+        made.join = lambda names: [self.follow("compute", name) for name in names]
+        self.number, self.call = 0, 0
+
+    # what the driver does
+
+    def record(self, event: list[Any], stream: str) -> None:
+        mark = event[0] = {"passed": False}
+        self.streams.issue(self.rank, stream, lambda: mark.update(passed=True))
+
+    def await_event(self, stream: str, event: list[Any]) -> None:
+        mark = event[0]
+        self.streams.issue(self.rank, stream, lambda: mark["passed"])
+
+    def follow(self, stream: str, other: str) -> None:
+        event: list[Any] = [None]
+        self.record(event, other)
+        self.await_event(stream, event)
+
+    # signals
+
+    def begin_call(self) -> None:
+        self.number += 1
+
+    def raise_to(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
+        keys, number = [(peer, flag, self.rank) for peer in peers], self.number
+        self.streams.issue(self.rank, stream, lambda: self.streams.flags.update(dict.fromkeys(keys, number)))
+
+    def wait(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
+        keys, number = [(self.rank, flag, peer) for peer in peers], self.number
+        self.streams.issue(self.rank, stream, lambda: all(self.streams.flags[key] >= number for key in keys))
+
+    def exchange(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
+        self.raise_to(flag, peers, stream)
+        self.wait(flag, peers, stream)
+
+    # copies: what is written is the number of the call
+
+    def copy(self, blocks: Any, stream: str) -> None:
+        peer = int(stream.removeprefix("to "))
+        place, call = (peer, self.region, self.piece, self.rank), self.call
+        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update({place: call}))
+
+    def copy_counts(self, target: int, source: int, num_bytes: int, stream: str) -> None:
+        memory, call, rank = self.streams.memory, self.call, self.rank
+        if source == OWN_COUNTS:  # this rank's counts, to a peer
+            self.streams.issue(rank, stream, lambda: memory.update({("counts", target): call}))
+        else:  # the counts of all ranks are read
+
+            def read() -> None:
+                found = [memory.get(("counts", source + 8 * each)) for each in range(self.streams.num_ranks)]
+                assert found == [call] * self.streams.num_ranks, "a rank wrote counts that were not read yet, or not in time"
+
+            self.streams.issue(rank, stream, read)
+
+    # calls
+
+    def gather(self, call: int) -> None:
+        self.call = call
+        row = MagicMock(nbytes=8, shape=(1,))
+        row.data_ptr.return_value = OWN_COUNTS
+        self.copier.gather(row, lambda _: None)
+
+    def send(self, call: int, regions: list[int], routes: Any, num_pieces: int) -> list[Any]:
+        """Begin a pass, and send in all its directions; return what arrives, to be read."""
+        self.call = call
+        self.copier.begin()
+        for self.region in regions:
+            outbox = self.copies.Outbox(self.copier, self.copies.ExpertRegion(self.region), 1)
+            outbox.ready(torch.zeros(1))
+            for self.piece in range(num_pieces):
+                for peer in range(self.streams.num_ranks):
+                    if routes[self.rank, peer]:
+                        one = np.array([1])
+                        outbox.send(peer, self.piece, (one, one, one))
+            outbox.join()
+        sources = [each for each in range(self.streams.num_ranks) if routes[each, self.rank]]
+        return [(region, piece, source) for region in regions for piece in range(num_pieces) for source in sources]
+
+    def read(self, call: int, arriving: list[Any]) -> None:
+        """Wait for what arrives, read it now and once more at the end, and end the pass."""
+        for region, piece, source in arriving:
+            self.wait(self.copies.arrived_flag(self.copies.ExpertRegion(region), piece), (source,), "compute")
+            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
+        for region, piece, source in arriving:
+            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
+        self.copier.end()
+
+    def check(self, key: Any, call: int) -> None:
+        assert self.streams.memory.get(key) == call, f"{key} was read after or before the call whose rows it should hold"
+
+
+@pytest.mark.parametrize("is_one_queue", [False, True], ids=["streams", "one queue"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_one_queue: bool
+) -> None:
+    for seed in range(120):
+        chance = random.Random(seed)
+        streams = Streams(num_ranks, is_one_queue=is_one_queue)
+        ranks = [ModelledRank(copies, streams, rank) for rank in range(num_ranks)]
+        for call in range(1, 8):
+            is_gathered, num_pieces = chance.random() < 0.5, chance.randint(1, 3)
+            regions = sorted(chance.sample(range(3), chance.randint(0, 3)))
+            routes = np.array([[a != b and chance.random() < 0.7 for b in range(num_ranks)] for a in range(num_ranks)])
+            for each in ranks:
+                copies.cu.cuEventRecord = each.record
+                copies.cu.cuStreamWaitEvent = lambda stream, event, _, each=each: each.await_event(stream, event)
+                monkeypatch.setattr(copies, "copy_bytes", each.copy_counts)
+                if is_gathered:
+                    each.gather(call)
+                each.read(call, each.send(call, regions, routes, num_pieces))
+        streams.run(chance)

@@ -1,5 +1,9 @@
 """Where the rows of experts lie: every row once, in the order of experts and sources, and the table that picks copies."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,15 +25,30 @@ def matrices(draw: st.DrawFn) -> object:
     return np.array(counts).reshape(num_ranks, num_ranks, num_experts)
 
 
+@contextmanager
+def cutting(least_rows: int) -> Iterator[None]:
+    """Experts of so many rows may be cut, at any row."""
+    with patch.multiple(layouts, LEAST_CUT_ROWS=least_rows, CUT_MULTIPLE=1):
+        yield
+
+
+CUT_FROM = st.sampled_from([1, 3, layouts.LEAST_CUT_ROWS])
+
+
 @settings(deadline=None, max_examples=150)
-@given(counts=matrices(), num_groups=st.integers(1, 6))
-def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups: int) -> None:
+@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM)
+def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups: int, cut_from: int) -> None:
+    with cutting(cut_from):
+        check_places(counts, num_groups)
+
+
+def check_places(counts: object, num_groups: int) -> None:
     num_ranks, _, num_experts = counts.shape  # type: ignore[attr-defined]
     every = [layouts.ExpertLayout(counts, rank, num_groups) for rank in range(num_ranks)]
     for destination, layout in enumerate(every):
         placed: dict[int, tuple[int, int]] = {}
         for source in range(num_ranks):
-            for number in range(len(layout.bounds[destination])):
+            for number in range(len(layout.ranges[destination])):
                 sent = every[source].sent(source, destination, number)
                 rows = [
                     (b.sent + n, b.placed + n)
@@ -44,6 +63,13 @@ def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups
                 assert all(inside.start <= place < inside.stop for _, place in rows)
                 placed.update({place: (source, row) for row, place in rows})
         assert sorted(placed) == list(range(layout.num_rows))
+        of_experts = np.zeros(num_experts, dtype=int)
+        for group in layout.groups:
+            of_group = np.diff(layout.group_ends[group.number], prepend=0)
+            assert of_group.min() >= 0
+            assert of_group.sum() == group.rows.stop - group.rows.start
+            of_experts[group.experts] += of_group
+        assert (of_experts == counts[:, destination].sum(0)).all()  # type: ignore[index]
         # by expert, and within an expert by source and then the source's own order
         experts = np.repeat(np.arange(num_experts), counts[:, destination].sum(0)).tolist()  # type: ignore[index]
         keys = [(experts[place], *placed[place]) for place in range(layout.num_rows)]
@@ -52,8 +78,15 @@ def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups
 
 
 @settings(deadline=None, max_examples=100)
-@given(counts=matrices(), num_groups=st.integers(1, 6))
-def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_side(counts: object, num_groups: int) -> None:
+@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM)
+def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_side(
+    counts: object, num_groups: int, cut_from: int
+) -> None:
+    with cutting(cut_from):
+        check_exchange(counts, num_groups)
+
+
+def check_exchange(counts: object, num_groups: int) -> None:
     num_ranks = counts.shape[0]  # type: ignore[attr-defined]
     every = [layouts.ExpertLayout(counts, rank, num_groups) for rank in range(num_ranks)]
     for layout in every:
@@ -72,10 +105,46 @@ def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_sid
         assert sum(lengths) == layout.num_tokens - layout.num_own
 
 
-@pytest.mark.parametrize(("num_bytes", "pieces"), [(0, 0), (63 * MIB, 0), (64 * MIB, 1), (159 * MIB, 1), (160 * MIB, 4)])
-def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int) -> None:
+def test_an_expert_with_very_many_rows_is_cut_and_the_first_and_last_groups_are_half_as_large() -> None:
+    counts = np.array([[[0, 0], [12_000, 0]], [[0, 0], [0, 12_000]]])  # rank 1 computes 12,000 rows for each of two experts
+    for own in (0, 1):
+        counts[:, 1] = [[0, 0], [0, 12_000 * own]]
+        counts[0, 1, own] = 12_000
+        layout = layouts.ExpertLayout(counts, 1, 4)
+        edges = [group.rows.stop for group in layout.groups]
+        num_rows = 12_000 * (1 + own)
+        assert all(0 <= share * num_rows / 6 - edge < 256 for share, edge in zip((1, 3, 5), edges, strict=False)), edges
+        assert edges[-1] == num_rows
+        assert all(edge % layouts.CUT_MULTIPLE == 0 for edge in edges[:-1])
+    even = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4)
+    assert [(each.experts.start, each.experts.stop) for each in even.groups] == [(0, 2), (2, 6), (6, 10), (10, 12)]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "pieces", "forward_pieces"),
+    [
+        (0, 0, 0),
+        (15 * MIB, 0, 0),
+        (16 * MIB, 0, 1),
+        (63 * MIB, 0, 2),
+        (64 * MIB, 1, 4),
+        (159 * MIB, 1, 4),
+        (160 * MIB, 4, 4),
+    ],
+)
+def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int, forward_pieces: int) -> None:
     row_bytes = MIB // 2
     pairs = [[500, num_bytes // row_bytes], [0, 900]]  # own rows do not count
     assert expert_routing.most_rows_of_pairs(pairs) * row_bytes == num_bytes
-    assert expert_routing.pick_pieces(num_bytes, None) == pieces
-    assert expert_routing.pick_pieces(num_bytes, SEQUENTIAL) == 0, "the caller's schedule decides"
+    pick = expert_routing.pick_pieces
+    assert pick(num_bytes, None, 64, has_gradients=True) == pieces
+    assert pick(num_bytes, None, 64, has_gradients=False) == forward_pieces
+    for few in (1, 2, 4):
+        assert pick(num_bytes, None, few, has_gradients=False) == min(2, forward_pieces)
+    assert pick(num_bytes, SEQUENTIAL, 64, has_gradients=False) == 0, "the caller's schedule decides"
+
+
+def test_ranks_say_their_rows_and_whether_their_call_has_gradients_in_one_number() -> None:
+    row = np.array([[3, 4, 2 * 7], [0, 5, 2 * 5 + 1]])
+    assert expert_routing.split_last(row) == ([7, 5], True)
+    assert expert_routing.split_last(row[:1]) == ([7], False)

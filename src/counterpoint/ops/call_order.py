@@ -7,6 +7,7 @@ A stream of its own tells the watchdog that a call has ended, because the write 
 follows the call. No other stream has its priority, so that none shares its hardware queue and waits for the call there.
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -64,6 +65,14 @@ class CallOrder:
             if result != SUCCESS:
                 check("Watching a call", (result,))
             self._watch.sample(self._watch_stream)
+
+    def watch_wait(self, issue: Callable[[Handle], None]) -> None:
+        """Let the watchdog watch a wait that is issued before the end of its call: `issue` repeats it on the watchdog's
+        stream. Otherwise a host that waits in the middle of a call, as it does where the driver loads a kernel, would be
+        watched by nobody.
+        """
+        issue(self._watch_stream)
+        self._watch.sample(self._watch_stream)
 
     def close(self) -> None:
         """Free what the driver holds."""

@@ -21,6 +21,7 @@ SUCCESS = cu.CUresult.CUDA_SUCCESS
 WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 WAIT_EQUAL = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+WAIT_AT_LEAST = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)  # as signed 32-bit differences
 FLUSH = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 CAN_FLUSH = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 NATIVE_ATOMICS = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED  # across NVLink, not PCIe
@@ -99,7 +100,7 @@ def reset_flags(name: str, flags: tuple[int, int]) -> Issue:
 
 def exchange_flags(name: str, of_peers: Sequence[int], own: Sequence[int], *, is_flushing: bool) -> list[Issue]:
     """Set the flags of peers to 1, wait until all of one's own are 1, then reset these."""
-    return _batches(name, exchanging(of_peers, own, is_flushing=is_flushing))
+    return _batches(name, raising(of_peers) + taking(own, is_flushing=is_flushing))
 
 
 def await_flags(name: str, addresses: Sequence[int], *, is_flushing: bool) -> list[Issue]:
@@ -112,23 +113,19 @@ def raise_flags(name: str, addresses: Sequence[int]) -> list[Issue]:
     return _batches(name, raising(addresses))
 
 
-def exchanging(of_peers: Sequence[int], own: Sequence[int], *, is_flushing: bool) -> list[Handle]:
-    """Return operations that set the flags of peers to 1, wait until all of one's own are 1, and then reset these."""
-    return raising(of_peers) + taking(own, is_flushing=is_flushing)
-
-
 def taking(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
     """Return operations that wait until all these flags are 1, then reset them."""
     return awaiting(addresses, is_flushing=is_flushing) + [memory_operation(WRITE, address, 0) for address in addresses]
 
 
-def awaiting(addresses: Sequence[int], *, is_flushing: bool) -> list[Handle]:
-    """Return operations that wait until all these flags are 1. The last one flushes: everything that peers wrote before
-    they set the flags can be read after it. Without a flush, the link must keep the order of writes.
+def awaiting(addresses: Sequence[int], *, is_flushing: bool, condition: int = WAIT_EQUAL) -> list[Handle]:
+    """Return operations that wait until all these flags are 1, or by another condition on 1. The last one flushes:
+    everything that peers wrote before they set the flags can be read after it. Without a flush, the link must keep the
+    order of writes.
     """
     last = len(addresses) - 1
     return [
-        memory_operation(WAIT, address, 1, flags=WAIT_EQUAL | FLUSH if is_flushing and number == last else WAIT_EQUAL)
+        memory_operation(WAIT, address, 1, flags=condition | FLUSH if is_flushing and number == last else condition)
         for number, address in enumerate(addresses)
     ]
 

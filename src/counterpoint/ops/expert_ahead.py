@@ -62,7 +62,7 @@ class AheadDispatch(AbstractDispatch):
         self.format = RowFormat.of(tokens)
         self._landed = exchange.region(ExpertRegion.DISPATCH, self.format, most_rows)
         self._products: list[torch.Tensor | None] = []
-        self._is_released = False
+        self._has_ended = False
 
     def send(self, gathered: torch.Tensor) -> None:
         """Send the tokens after the exchange of counts, whose result on the device is `gathered`."""
@@ -74,7 +74,7 @@ class AheadDispatch(AbstractDispatch):
         self._products = [multiply_grouped(self._landed, each.mT, self._ends) for each in self._weights]
 
     def settle(self, rows: Rows) -> bool:
-        """Return whether the rows are there, now that the host knows how many they are; if not, peers may send again."""
+        """Return whether the rows are there, now that the host knows how many they are; if not, it gives them up."""
         self._rows, layout = rows, rows.layout
         if layout.most_grouped > self._landed.shape[0]:
             self.drop()
@@ -84,9 +84,9 @@ class AheadDispatch(AbstractDispatch):
         return True
 
     def drop(self) -> None:
-        """Give up the rows, unless they were released; peers may send again."""
-        if not self._is_released:
-            self.release()
+        """Give up the rows, unless they were read."""
+        if not self._has_ended:
+            self.join()
         self._products.clear()
 
     def group(self, number: int) -> torch.Tensor:
@@ -110,10 +110,7 @@ class AheadDispatch(AbstractDispatch):
         """See `AbstractDispatch.all_rows`."""
         return self._landed[: self._rows.layout.num_rows]
 
-    def release(self) -> None:
-        """See `AbstractDispatch.release`."""
-        self._exchange.release_ahead()
-        self._is_released = True
-
     def join(self) -> None:
         """See `AbstractDispatch.join`. The current stream has waited for the kernel."""
+        self._exchange.end_ahead()
+        self._has_ended = True

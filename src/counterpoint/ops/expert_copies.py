@@ -4,16 +4,16 @@ announces each piece to the stream that reads it. Neither uses an SM, and the ho
 If a call is expected to be like earlier ones, a kernel sends its tokens instead, before the host knows the counts
 (`expert_ahead.py`). All ranks expect the same.
 
-Flags, per peer: FREE of a region (my rows may be written), 1 between calls; ARRIVED of a region and a piece (they are
-written), 0 between calls; and both for the counts. No flag is set before it was reset: a piece is sent after FREE, which
-follows the reading of the previous piece. Two ranks without rows for each other set and await nothing, unless tokens are
-sent ahead of the host. Calls follow each other (`call_order.py`), and within a call the waits of all ranks have one order,
-direction by direction, so that streams that share a hardware queue cannot deadlock.
+Flags, per peer, hold numbers of calls: COUNTS_ARRIVED; BEGUN (I read what earlier calls brought, so my rows may be
+written); ARRIVED of a region and a piece. A rank sends when its peer has begun, which the exchange of counts says too, so
+that only a pass without one says BEGUN. Counts alternate between two places: when a rank writes to one again, all others
+have begun the exchange between. Calls follow each other (`call_order.py`), and within a call the waits of all ranks have
+one order, direction by direction, so that streams that share a hardware queue cannot deadlock.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from counterpoint.ops.expert_exchange import (
 )
 from counterpoint.ops.expert_memory import RegionSizes
 from counterpoint.ops.lane import aligned
-from counterpoint.ops.signals import Flags, Signals
+from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.streams import stream_of
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
@@ -45,11 +45,11 @@ from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
 Handle = Any  # cuda-bindings has no types
-COUNTS_FREE, COUNTS_ARRIVED, FIRST_ARRIVED = len(ExpertRegion), len(ExpertRegion) + 1, len(ExpertRegion) + 2
+COUNTS_ARRIVED, BEGUN, FIRST_ARRIVED = range(3)
+NUM_FLAGS = FIRST_ARRIVED + len(ExpertRegion) * MAX_CHUNKS
 VECTOR_BYTES = 16  # which the kernel that sends rows reads and writes at once
 HIGH_PRIORITY = -1  # as torch counts
 KERNEL = "by kernel"  # the stream of the kernel that sends rows ahead of the host
-RESTING = [*[1] * len(ExpertRegion), 1, 0, *[0] * (len(ExpertRegion) * MAX_CHUNKS)]
 
 
 @final
@@ -60,15 +60,17 @@ class ExpertCopies(AbstractExpertCopies):
         self.rank, self._num_ranks = int(group.rank()), int(group.size())
         self._group, self.device = group, device
         self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
-        self.flags = Flags(group, device, agreement, RESTING)
-        self.signals = Signals(self.flags)
+        self.signals = NumberedSignals(group, device, agreement, NUM_FLAGS)
+        self._watch = self.signals.flags.watch
         self._have_triton = set(agreement.exchange(b"Triton" if has_triton() else b"no Triton")) == {b"Triton"}
-        self._order = CallOrder(self.flags.watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
-        # whether a pass, or what is sent ahead of one, has begun and not ended: its flags are not at rest
-        self._is_open = self._is_ahead = False
+        self._order = CallOrder(self._watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
+        self._placed: Placed | None = None  # own rows of the present call
+        self._is_open = self._is_ahead = False  # whether a pass, or what is sent ahead of one, has begun and not ended
+        self._have_met = False  # whether all ranks have exchanged counts, and no call has used a region since
+        self.awaits_peers = False  # whether what the present pass sends has to wait until its peer has begun
         self._pool = SymmetricPool(device, group, agreement)
         self._counts_pool = SymmetricPool(device, group, agreement)
-        self._counts_row_bytes = 0
+        self._counts_row_bytes = self._counts_place = 0
         self._counts_on_host = torch.empty(0, dtype=torch.int64, pin_memory=True)
         self._sizes = RegionSizes()
         self.addresses: dict[ExpertRegion, torch.Tensor] = {}  # where a region begins, by rank
@@ -81,33 +83,36 @@ class ExpertCopies(AbstractExpertCopies):
     def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         num_bytes, memory = row.nbytes, self._memory_for_counts(row.nbytes)
-        own, stream = memory.addresses[self.rank], self.current()
+        stream = self.current()
         gathered = row.new_empty(self._num_ranks, row.shape[0])
         on_host = self._counts_on_host[: gathered.numel()]
         self._require_ended(is_open=self._is_ahead)
-        self.begin()
-        self.signals.take(COUNTS_FREE, self._peers, stream)
+        self._open()
+        self._placed = None
+        self._counts_place = 1 - self._counts_place
+        start = self._counts_place * self._num_ranks * self._counts_row_bytes
+        own = memory.addresses[self.rank] + start
         for address in memory.addresses:
-            copy_bytes(address + self.rank * num_bytes, row.data_ptr(), num_bytes, stream)
+            copy_bytes(address + start + self.rank * num_bytes, row.data_ptr(), num_bytes, stream)
         self.signals.exchange(COUNTS_ARRIVED, self._peers, stream)
         copy_bytes(gathered.data_ptr(), own, gathered.nbytes, stream)
         copy_bytes(on_host.data_ptr(), own, gathered.nbytes, stream)
         check("Marking the counts", cu.cuEventRecord(self.counted, stream))
-        self.signals.raise_to(COUNTS_FREE, self._peers, stream)
         self.end()
+        self._have_met = True
         self._is_open = True  # a call within `beside` would take the memory of these counts
         beside(gathered)
         self._is_open = False
         check("Waiting for the counts", cu.cuEventSynchronize(self.counted))
-        self.flags.watch.require_sound()
+        self._watch.require_sound()
         return on_host.view(gathered.shape), gathered
 
     def _memory_for_counts(self, num_bytes: int) -> SymmetricMemory:
-        """Return symmetric memory for a row of counts of each rank."""
+        """Return symmetric memory for two rows of counts of each rank."""
         if num_bytes > self._counts_row_bytes:
             self._counts_row_bytes = 0
             wanted = aligned(num_bytes)
-            self._counts_pool.replace(self._num_ranks * wanted, "An expert layer", has_captured=False)
+            self._counts_pool.replace(2 * self._num_ranks * wanted, "An expert layer", has_captured=False)
             self._counts_on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
             self._counts_row_bytes = wanted
         assert self._counts_pool.memory is not None
@@ -133,8 +138,16 @@ class ExpertCopies(AbstractExpertCopies):
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""
+        self._open()
+        self.awaits_peers, self._have_met = not self._have_met, False
+        if self.awaits_peers:
+            self.signals.raise_to(BEGUN, self._peers, self.current())
+            self._order.watch_wait(lambda stream: self.signals.wait(BEGUN, self._peers, stream))
+
+    def _open(self) -> None:
         self._require_ended(is_open=self._is_open)
         self._order.follow(self.current())
+        self.signals.begin_call()
         self._is_open = True
 
     def _require_ended(self, *, is_open: bool) -> None:
@@ -149,7 +162,29 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertExchange.dispatch`."""
         outbox = Outbox(self, region, rows.format.num_bytes)
         outbox.ready(source, were_ready=were_ready)
-        return CopyDispatch(self, rows, outbox, source)
+        return CopyDispatch(self, rows, outbox, source, self._placed_rows(rows) if were_ready else None)
+
+    def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
+        """See `AbstractExpertCopies.place_ahead`."""
+        rows, memory = RowFormat.of(tokens), self._pool.memory
+        if memory is None or not self.can_send_ahead(rows):
+            return
+        from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
+
+        landed, ends = self._sizes.whole(memory.local, ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
+        sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
+        send_rows(sending, gathered, ends, is_own_only=True)
+        self._placed = Placed(memory, landed.shape[0], ends)
+
+    def _placed_rows(self, rows: Rows) -> "Placed | None":
+        """Return this rank's own rows of the present call, if they were placed and the memory is still the same."""
+        placed, self._placed = self._placed, None
+        is_there = placed and placed.memory is self._pool.memory and rows.layout.num_rows <= placed.most_rows
+        return placed if is_there else None
+
+    def _ends_of(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Return a vector for the ends of this rank's experts' rows."""
+        return torch.empty((gathered.shape[1] - 1) // self._num_ranks, dtype=torch.int32, device=self.device)
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
@@ -164,10 +199,8 @@ class ExpertCopies(AbstractExpertCopies):
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
-        # on the current stream, which waits for the kernel before it reads them
-        ends = torch.empty((gathered.shape[1] - 1) // self._num_ranks, dtype=torch.int32, device=self.device)
+        ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
-        self.signals.take(int(ExpertRegion.DISPATCH), self._peers, handle)
         with torch.cuda.stream(self.torch_stream(KERNEL)):
             send_rows(Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH]), gathered, ends)
         self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
@@ -176,13 +209,12 @@ class ExpertCopies(AbstractExpertCopies):
     def await_ahead(self) -> None:
         """See `AbstractExpertCopies.await_ahead`."""
         self.join([KERNEL])
-        self.signals.take(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, self.current())
+        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, self.current())
 
-    def release_ahead(self) -> None:
-        """See `AbstractExpertCopies.release_ahead`."""
-        self.signals.raise_to(int(ExpertRegion.DISPATCH), self._peers, self.current())
+    def end_ahead(self) -> None:
+        """See `AbstractExpertCopies.end_ahead`."""
         self._order.finish(self.current())
-        self._is_ahead = False
+        self._is_ahead = self._have_met = False
 
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """See `AbstractExpertCopies.region`."""
@@ -240,12 +272,12 @@ class ExpertCopies(AbstractExpertCopies):
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractExpertExchange.num_symmetric_bytes`."""
-        return self.flags.num_bytes() + self._pool.num_bytes() + self._counts_pool.num_bytes()
+        return self.signals.flags.num_bytes() + self._pool.num_bytes() + self._counts_pool.num_bytes()
 
     def close(self) -> None:
         """See `AbstractExpertExchange.close`."""
         torch.cuda.synchronize(self.device)
-        self.flags.watch.close()
+        self._watch.close()
         self._pool.close()
         self._counts_pool.close()
         self._order.close()
@@ -255,6 +287,16 @@ class ExpertCopies(AbstractExpertCopies):
         self._streams.clear()
         self.addresses.clear()
         self._sizes, self._counts_row_bytes = RegionSizes(), 0
+
+
+class Placed(NamedTuple):
+    """Own rows that were placed before the host knew the counts: the memory, how many rows of all ranks it has room for, and
+    where each expert's rows end.
+    """
+
+    memory: SymmetricMemory
+    most_rows: int
+    ends: torch.Tensor
 
 
 @final
@@ -289,7 +331,8 @@ class Outbox:
         handle = exchange.copy_stream(name)
         if name not in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
-            exchange.signals.take(int(self.region), (peer,), handle)
+            if exchange.awaits_peers:
+                exchange.signals.wait(BEGUN, (peer,), handle)
             self._used[name] = None
         target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
@@ -310,47 +353,51 @@ class CopyDispatch(AbstractDispatch):
     rows there.
     """
 
-    def __init__(self, exchange: ExpertCopies, rows: Rows, outbox: Outbox, source: torch.Tensor) -> None:
-        """`outbox` has the source ready."""
+    def __init__(
+        self, exchange: ExpertCopies, rows: Rows, outbox: Outbox, source: torch.Tensor, placed: Placed | None = None
+    ) -> None:
+        """`outbox` has the source ready. `placed`: own rows that are there; then the others follow by `send_rest`."""
         self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
         self._landed = exchange.region(self._region, rows.format, rows.layout.num_rows)
-        self._send(source)
-        self.num_sent_bytes = outbox.num_bytes
+        self._has_sent_rest = False
+        self._send(0, 1)
+        if placed is not None:
+            rows.sorting.ends = placed.ends
+        else:
+            self._put_own(source)  # the first pieces are in transit
+            self.send_rest()
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
         layout, exchange = self._rows.layout, self._exchange
         sources = tuple(layout.sources(number))
         if sources:
-            exchange.signals.take(arrived_flag(self._region, number), sources, exchange.current())
+            exchange.signals.wait(arrived_flag(self._region, number), sources, exchange.current())
         return self._landed[layout.groups[number].rows]
 
     def all_rows(self) -> torch.Tensor:
         """See `AbstractDispatch.all_rows`."""
         return self._landed
 
-    def release(self) -> None:
-        """See `AbstractDispatch.release`."""
-        layout, exchange = self._rows.layout, self._exchange
-        senders = tuple(peer for peer in layout.peers() if layout.received_rows[peer])
-        if senders:
-            exchange.signals.raise_to(int(self._region), senders, exchange.current())
-
     def join(self) -> None:
         """See `AbstractDispatch.join`."""
         self._outbox.join()
+        self.num_sent_bytes = self._outbox.num_bytes
 
-    def _send(self, source: torch.Tensor) -> None:
+    def send_rest(self) -> None:
+        """See `AbstractDispatch.send_rest`."""
+        if not self._has_sent_rest:
+            self._send(1, None)
+        self._has_sent_rest = True
+
+    def _send(self, first: int, last: int | None) -> None:
         layout = self._rows.layout
-        has_own = layout.num_own == 0
-        for peer, number in layout.outgoing():
-            if number and not has_own:  # the first pieces are in transit
-                has_own = self._put_own(source)
+        for peer, number in layout.outgoing(first, last):
             self._outbox.send(peer, number, layout.block_arrays(layout.rank, peer, number))
-        if not has_own:
-            self._put_own(source)
 
-    def _put_own(self, source: torch.Tensor) -> bool:
+    def _put_own(self, source: torch.Tensor) -> None:
+        if not self._rows.layout.num_own:
+            return
         own, places = source[self._rows.layout.own], self._rows.sorting.places.own
         if has_triton():
             from counterpoint.ops.expert_kernels import put_rows  # noqa: PLC0415  needs Triton
@@ -358,7 +405,6 @@ class CopyDispatch(AbstractDispatch):
             put_rows(own, places, self._landed)
         else:
             self._landed.index_copy_(0, places, own)
-        return True
 
 
 @final
@@ -392,12 +438,9 @@ class CopyCombine(AbstractCombine):
         landed = exchange.region(ExpertRegion.COMBINE, self._rows.format, layout.num_tokens - layout.num_own)
         with exchange.collecting(self._collected) as stream:
             for peer, number in layout.outgoing():
-                exchange.signals.take(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
+                exchange.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
                 sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
                 self._results[sent].copy_(landed[start : start + sent.stop - sent.start])
-            senders = tuple(peer for peer in layout.peers() if layout.sent_rows[peer])
-            if senders:
-                exchange.signals.raise_to(int(ExpertRegion.COMBINE), senders, stream)
         self.num_sent_bytes = self._outbox.num_bytes
         return self._results
 

@@ -80,6 +80,9 @@ class AbstractDispatch(ABC):
         """
         return None
 
+    def send_rest(self) -> None:  # noqa: B027  most have sent all
+        """Send what was left until the first group is being multiplied."""
+
     @abstractmethod
     def all_rows(self) -> torch.Tensor:
         """Return the rows of all groups, each of which was read before."""
@@ -89,12 +92,8 @@ class AbstractDispatch(ABC):
         return self.all_rows().clone()
 
     @abstractmethod
-    def release(self) -> None:
-        """Declare all rows read on the current stream; others may send again."""
-
-    @abstractmethod
     def join(self) -> None:
-        """Make later work on the current stream follow this rank's sends, too."""
+        """Make later work on the current stream follow this rank's sends, too; all rows were read."""
 
 
 class AbstractCombine(ABC):
@@ -138,6 +137,7 @@ class AbstractExpertExchange(ABC):
         """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call.
 
         `were_ready`: they were ready before the last `gather`, so that they need not wait for what was issued beside it.
+        Then the GPU waits for the host, which sends the first group's rows, and the others' by `send_rest`.
         """
 
     @abstractmethod
@@ -172,6 +172,12 @@ class AbstractExpertCopies(AbstractExpertExchange):
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """Return this rank's memory for rows of a region."""
 
+    @abstractmethod
+    def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
+        """Put contiguous tokens for this rank's own experts into `ExpertRegion.DISPATCH` before the host knows the counts,
+        if it has room and there is a kernel for it. The next `dispatch` of rows that were ready finds them there.
+        """
+
     # what `expert_ahead.py` needs
 
     @abstractmethod
@@ -190,5 +196,5 @@ class AbstractExpertCopies(AbstractExpertExchange):
         """Let the current stream wait until all ranks have sent their tokens."""
 
     @abstractmethod
-    def release_ahead(self) -> None:
-        """Declare these rows read on the current stream; others may send again."""
+    def end_ahead(self) -> None:
+        """Declare these rows read on the current stream, or given up."""

@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit(do_not_specialize=["stride", "rank", "most_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "first"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
     own,
@@ -140,6 +140,7 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     stride,
     rank,
     most_rows,
+    first,
     num_ranks,
     num_experts,
     number,
@@ -147,8 +148,8 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     block: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """One block of rows, for an expert of a rank: every num_programs(1)-th of them to its place there."""
-    at = tl.program_id(0)
+    """One block of rows from the block `first` on, for an expert of a rank: every num_programs(1)-th row to its place."""
+    at = first + tl.program_id(0)
     peer, expert = at // num_experts, at % num_experts
     num_rows = tl.load(counts + rank * stride + at)
     is_ending = (peer == rank) & (tl.program_id(1) == 0)
@@ -158,7 +159,7 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         sources, experts = lanes // num_experts, lanes % num_experts
         here = tl.load(counts + rank * stride + lanes, mask=inside, other=0)
         there = tl.load(counts + sources * stride + peer * num_experts + experts, mask=inside, other=0)
-        num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts)
+        num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts) // 2
         # no count is larger than what all may be, so that sums cannot wrap around
         has_room = (tl.min(there, 0) >= 0) & (tl.max(there, 0) <= most_rows) & (tl.sum(there, 0) <= most_rows)
         is_own = (tl.min(here, 0) >= 0) & (tl.max(here, 0) <= num_tokens) & (tl.sum(here, 0) == num_tokens)
@@ -191,17 +192,20 @@ class Sending(NamedTuple):
     addresses: torch.Tensor
 
 
-def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor) -> None:
-    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32).
+def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor, *, is_own_only: bool = False) -> None:
+    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32);
+    `is_own_only`: only those for this rank's own experts.
 
-    `gathered[source]` are the counts of a rank for the experts of all ranks, and last their sum, on the device: the host
-    need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows whose counts do not
-    add up are not sent.
+    `gathered[source]` are the counts of a rank for the experts of all ranks, and last twice their sum, or 1 more, on the
+    device: the host need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows
+    whose counts do not add up are not sent.
     """
     rank, rows, landed, addresses = sending
     num_ranks, width = gathered.shape[0], rows.shape[1]
     num_blocks = gathered.shape[1] - 1
-    grid = num_blocks, max(1, min(rows.shape[0], SENDING_CTAS // num_blocks))
+    num_experts = num_blocks // num_ranks
+    first, num_sent = (rank * num_experts, num_experts) if is_own_only else (0, num_blocks)
+    grid = num_sent, max(1, min(rows.shape[0], SENDING_CTAS // num_sent))
     send_rows_kernel[grid](
         rows,
         landed,
@@ -211,8 +215,9 @@ def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor) -> N
         gathered.stride(0),
         rank,
         landed.shape[0],
+        first,
         num_ranks,
-        num_blocks // num_ranks,
+        num_experts,
         width,
         size=triton.next_power_of_2(num_blocks),
         block=min(SENT_BLOCK, triton.next_power_of_2(width)),

@@ -88,9 +88,6 @@ class LibraryDispatch(AbstractDispatch):
         """See `AbstractDispatch.kept_rows`. They lie in memory of their own."""
         return self._arrived
 
-    def release(self) -> None:
-        """See `AbstractDispatch.release`."""
-
     def join(self) -> None:
         """See `AbstractDispatch.join`."""
 

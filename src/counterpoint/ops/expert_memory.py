@@ -35,6 +35,10 @@ class RegionSizes:
         start = self.start(region)
         return memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
 
+    def whole(self, memory: torch.Tensor, region: ExpertRegion, rows: RowFormat) -> torch.Tensor:
+        """Return all rows for which a region has room."""
+        return self.view(memory, region, rows, self._sizes[region] // rows.num_bytes)
+
     def holds(self, needed: Needed) -> bool:
         """Return whether the regions are large enough."""
         return all(num_bytes <= self._sizes[region] for region, num_bytes in needed.items())

@@ -65,13 +65,16 @@ class ExpertMessages(AbstractExpertCopies):
         """See `AbstractExpertCopies.region`."""
         return self._sizes.view(self._memory, region, rows, num_rows)
 
+    def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
+        """See `AbstractExpertCopies.place_ahead`. A dispatch places them here."""
+
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`."""
         return True
 
     def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The counts are on the host here; on a GPU, a kernel reads them."""
-        num_ranks, sums = gathered.shape[0], gathered[:, -1]
+        num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
         layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 1)
         is_sound = int(counts.min()) >= 0 and torch.equal(counts.sum((1, 2)), sums)
@@ -86,8 +89,8 @@ class ExpertMessages(AbstractExpertCopies):
         if self._ahead is not None:
             self._ahead.group(0)
 
-    def release_ahead(self) -> None:
-        """See `AbstractExpertCopies.release_ahead`."""
+    def end_ahead(self) -> None:
+        """See `AbstractExpertCopies.end_ahead`."""
         if self._ahead is not None:
             self._ahead.join()
             self._ahead = None
@@ -186,9 +189,6 @@ class MessageDispatch(AbstractDispatch):
     def all_rows(self) -> torch.Tensor:
         """See `AbstractDispatch.all_rows`."""
         return self._landed
-
-    def release(self) -> None:
-        """See `AbstractDispatch.release`."""
 
     def join(self) -> None:
         """See `AbstractDispatch.join`."""

@@ -114,13 +114,12 @@ def ffn(
     work, kept = Pass(routing, RowFormat.of(tokens), regions), list[torch.Tensor]()
     dispatch = work.first_dispatch(tokens)
     combine = work.combine()
-    for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
+    for group, experts in routing.groups():
         inputs = _first_linears(dispatch, ups, group, experts)
         combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts))
         kept += inputs
     if keeps_tokens:
         kept.insert(0, dispatch.kept_rows())
-    dispatch.release()
     results = combine.results()
     work.finish()
     return results, kept
@@ -129,7 +128,7 @@ def ffn(
 def _first_linears(
     dispatch: AbstractDispatch, linears: Sequence[Linear], group: ExpertRange, experts: ExpertRows
 ) -> list[torch.Tensor]:
-    """Return the rows of a group after each of the call's first linears."""
+    """Return the rows of a group after each of the call's first linears; then the other groups' rows are sent, too."""
     rows, found = dispatch.group(group.number), []
     for number, linear in enumerate(linears):
         product = dispatch.product(group.number, number)
@@ -138,6 +137,7 @@ def _first_linears(
         else:
             bias = None if linear.bias is None else _part_of(linear.bias, group.experts)
             found.append(add_bias(product, bias, experts))
+    dispatch.send_rest()
     return found
 
 
@@ -171,7 +171,7 @@ def ffn_backward(
     combine = work.combine() if wanted.tokens else None
     widths = (down.weights.shape[2], *(up.weights.shape[1] for up in ups))
     hidden, *of_inputs = (tokens.new_empty(routing.num_rows, width) for width in widths)
-    for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
+    for group, experts in routing.groups():
         of_hidden = multiply(dispatch.group(group.number), _part_of(down.weights, group.experts), experts)
         inputs = kept[group.number * len(ups) : (group.number + 1) * len(ups)]
         outs = [_part_of(each, group.rows) for each in (hidden, *of_inputs)]
@@ -183,13 +183,10 @@ def ffn_backward(
                 of_rows.add_(multiply(of_input, _part_of(up.weights, group.experts), experts))
             combine.add(group.number, of_rows)
     of_down = _of_linear((dispatch.all_rows(), hidden if wanted.down else None), routing, has_bias=wanted.down_bias)
-    dispatch.release()
     rows = rows if again is None else _all_arrived(again, routing)
     of_ups = [
         _of_linear((of_input, rows if wanted.ups else None), routing, has_bias=wanted.up_biases) for of_input in of_inputs
     ]
-    if again is not None:
-        again.release()
     of_tokens = combine.results() if combine is not None else None
     work.finish()
     return LayerGradients(of_tokens, of_ups, of_down)
@@ -219,12 +216,8 @@ def dispatch_multiply(
     """
     work = Pass(routing, RowFormat.of(tokens), (DISPATCH, COMBINE))
     dispatch = work.first_dispatch(tokens)
-    products = [
-        _first_linears(dispatch, [linear], group, experts)[0]
-        for group, experts in zip(routing.layout.groups, routing.groups, strict=True)
-    ]
+    products = [_first_linears(dispatch, [linear], group, experts)[0] for group, experts in routing.groups()]
     kept = [dispatch.kept_rows()] if keeps_tokens else []
-    dispatch.release()
     work.finish()
     return products, kept
 
@@ -245,13 +238,11 @@ def dispatch_multiply_backward(
     dispatch = work.dispatch(DISPATCH, tokens) if is_sent_again else None
     combine = work.combine() if wanted.tokens else None
     if combine is not None:
-        for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
+        for group, experts in routing.groups():
             combine.add(group.number, multiply(gradients[group.number], _part_of(weights, group.experts), experts))
     if dispatch is not None:
         rows = _all_arrived(dispatch, routing)
     found = _of_linear((_joined(gradients, weights), rows), routing, has_bias=wanted.up_biases)
-    if dispatch is not None:
-        dispatch.release()
     of_tokens = combine.results() if combine is not None else None
     work.finish()
     return of_tokens, *found
@@ -264,7 +255,7 @@ def multiply_combine(routing: ExpertRouting, inputs: Matrices, linear: Linear) -
     weights = linear.weights
     work = Pass(routing, RowFormat(weights.shape[1], weights.dtype, weights.device), (DISPATCH, COMBINE))
     combine = work.combine()
-    for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
+    for group, experts in routing.groups():
         combine.add(group.number, _linear(linear, inputs[group.number], group.experts, experts))
     results = combine.results()
     work.finish()
@@ -278,13 +269,12 @@ def multiply_combine_backward(
     work = Pass(routing, RowFormat.of(gradient), (DISPATCH,))
     dispatch = work.dispatch(DISPATCH, gradient)
     of_inputs: list[torch.Tensor | None] = [None] * len(inputs)
-    for group, experts in zip(routing.layout.groups, routing.groups, strict=True):
+    for group, experts in routing.groups():
         rows = dispatch.group(group.number)
         if wanted.tokens:
             of_inputs[group.number] = multiply(rows, _part_of(weights, group.experts), experts)
     joined = _joined(inputs, weights, is_inner=True) if wanted.down else None
     of_linear = _of_linear((dispatch.all_rows(), joined), routing, has_bias=wanted.down_bias)
-    dispatch.release()
     work.finish()
     return of_inputs, of_linear
 

@@ -5,6 +5,7 @@ or by the library's all-to-all, in how many pieces, and whether the symmetric me
 that memory, all ranks run this call by the library.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,8 +24,8 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import begins_ahead, size_for
-from counterpoint.schedule.expert_layout import Counts, ExpertLayout, Pairs, pair_rows
+from counterpoint.schedule.expert_choice import begins_ahead, num_groups_for, size_for
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
 NOT_PICKED = "it is estimated to be faster, or the call asks for it"
@@ -58,7 +59,7 @@ class ExpertRouting:
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
         self.was_dropped = False  # whether it has begun in vain: then copies follow its kernel
-        self._sorting = Sorting(self.layout, on_device)
+        self._sorting, self._device = Sorting(self.layout, on_device), on_device.device
 
     @property
     def is_small(self) -> bool:
@@ -77,18 +78,27 @@ class ExpertRouting:
         counts = self.counts[:, self.layout.rank].sum(0).tolist()
         return ExpertRows(tuple(counts), self._sorting.ends)
 
+    def groups(self) -> Iterator[tuple[ExpertRange, ExpertRows]]:
+        """Yield each group of this rank's experts with their rows. The first one's are found without what the others need,
+        because the GPU waits for it.
+        """
+        first, *others = self.layout.groups
+        if not others:
+            yield first, self.experts
+            return
+        if first.is_cut:
+            yield first, self._rows_of_groups[0]
+        else:
+            yield first, ExpertRows(_lengths(self.layout.group_ends[0]), self._sorting.ends[first.experts])
+        yield from zip(others, self._rows_of_groups[1:], strict=True)
+
     @cached_property
-    def groups(self) -> list[ExpertRows]:
-        """Number of rows of each expert, by group of experts."""
-        if self.num_pieces <= 1:
-            return [self.experts]
-        counts, ends = self.experts
-        return [
-            ExpertRows(
-                counts[group.experts], ends[group.experts] - group.rows.start if group.rows.start else ends[group.experts]
-            )
-            for group in self.layout.groups
-        ]
+    def _rows_of_groups(self) -> list[ExpertRows]:
+        ends, is_pinned = self.layout.group_ends, self._device.type == "cuda"
+        found = torch.tensor([each for part in ends for each in part], dtype=torch.int32, pin_memory=is_pinned)
+        on_device = found.to(self._device, non_blocking=True)  # the host does not wait
+        parts = on_device.split(list(map(len, ends)))
+        return [ExpertRows(_lengths(each), part) for each, part in zip(ends, parts, strict=True)]
 
     def exchange(self, rows: Rows, regions: Sequence[ExpertRegion]) -> AbstractExpertExchange:
         """Return what moves the rows of a pass that uses these regions, with their memory reserved."""
@@ -144,9 +154,14 @@ class ExpertRouting:
             calls.num_bytes += num_sent_bytes
 
 
+def _lengths(ends: Sequence[int]) -> tuple[int, ...]:
+    return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+
 class Called(NamedTuple):
     """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
     of experts, how many a rank holds first, the schedule, whether tokens are kept, and whether something is computed beside.
+    `has_gradients`: whether it may have a backward pass.
     """
 
     operator: str
@@ -156,6 +171,7 @@ class Called(NamedTuple):
     schedule: ScheduleDescription | None
     keeps_tokens: bool = False
     has_beside: bool = False
+    has_gradients: bool = True
 
     def words(self) -> str:
         """Describe the call for the other ranks."""
@@ -179,12 +195,15 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     words = call.words()
     experts.agree(words)
     counts = _as_whole(counts.to(call.tokens.device))
-    row = torch.constant_pad_nd(counts, (0, 1), call.tokens.shape[0])  # one operator where filling a tensor takes five
+    said = 2 * call.tokens.shape[0] + call.has_gradients  # as `split_last` reads it
+    row = torch.constant_pad_nd(counts, (0, 1), said)  # one operator where filling a tensor takes five
     ahead = None if call.schedule else experts.ahead(words, call.tokens, weights)
 
     def before_the_wait(on_device: torch.Tensor) -> None:
         if ahead is not None:
             ahead.send(on_device)
+        elif experts.copies is not None and not (call.schedule and call.schedule.is_sequential):
+            experts.copies.place_ahead(call.tokens, on_device)
         beside()
         if ahead is not None:
             ahead.multiply()
@@ -236,28 +255,41 @@ def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> Exper
 
 
 def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Tensor) -> ExpertRouting:
-    """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last their sum."""
+    """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last what `split_last`
+    reads.
+    """
     num_ranks = int(runtime.group.size())
-    shaped = found[:, :-1].reshape(num_ranks, num_ranks, -1)
+    counts, (sums, has_gradients) = found[:, :-1], split_last(found)
+    shaped = counts.reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
-    if [sum(row) for row in pairs] != found[:, -1].tolist() or found.min() < 0:
-        _refuse_sums(call.operator, found)
+    if [sum(row) for row in pairs] != sums or counts.min() < 0:
+        _refuse_sums(call.operator, counts, sums)
     is_copied = runtime.experts().copies is not None
     pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
-    num_pieces = pick_pieces(pair_bytes, call.schedule) if is_copied else 0
+    num_pieces = 0
+    if is_copied:
+        num_pieces = pick_pieces(pair_bytes, call.schedule, shaped.shape[2], has_gradients=has_gradients)
     return ExpertRouting(runtime, (found, shaped, pairs), on_device, num_pieces, pair_bytes)
 
 
-def _refuse_sums(operator: str, found: Counts) -> NoReturn:
-    sums, least = found[:, :-1].sum(1), found.min(1)
-    rank = int(((sums != found[:, -1]) | (least < 0)).argmax())
+def split_last(found: Counts) -> tuple[list[int], bool]:
+    """Return every rank's number of rows, and whether any rank's call has gradients, from the last column of what ranks
+    exchange.
+    """
+    said = found[:, -1].tolist()
+    return [each >> 1 for each in said], any(each & 1 for each in said)
+
+
+def _refuse_sums(operator: str, counts: Counts, wanted: Sequence[int]) -> NoReturn:
+    sums, least = counts.sum(1), counts.min(1)
+    rank = int(((sums != wanted) | (least < 0)).argmax())
     if least[rank] == NOT_WHOLE:
         raise OperatorError(
             f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is none. Count the "
             "rows of every expert."
         )
     raise OperatorError(
-        f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {found[rank, -1]} rows of "
+        f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {wanted[rank]} rows of "
         f"tokens; found a sum of {sums[rank]} and a least count of {least[rank]}. Count the rows of every expert."
     )
 
@@ -283,10 +315,10 @@ def most_rows_of_pairs(pairs: Pairs) -> int:
     return max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
 
 
-def pick_pieces(pair_bytes: int, schedule: ScheduleDescription | None) -> int:
+def pick_pieces(pair_bytes: int, schedule: ScheduleDescription | None, num_experts: int, *, has_gradients: bool) -> int:
     """Return in how many pieces each rank's experts are computed if the busiest pair of ranks exchanges so many bytes; 0 if
     rows go by the library's all-to-all. A schedule named by the caller decides.
     """
     if schedule is not None:
         return 0 if schedule.is_sequential else schedule.chunks
-    return size_for(pair_bytes).num_groups
+    return num_groups_for(pair_bytes, num_experts, has_gradients=has_gradients)

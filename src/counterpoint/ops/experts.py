@@ -77,7 +77,10 @@ def expert_ffn(
     if problem:
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
-    called = Called("expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, beside is not None)
+    has_gradients = _have_gradients(tokens, *weights, *added)
+    called = Called(
+        "expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, beside is not None, has_gradients
+    )
     call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8)
     found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)
     return found
@@ -108,7 +111,9 @@ def dispatch_grouped_matmul(
     if problem:
         runtime.refuse(problem)
     sizes = (*weights.shape, *_sizes_of_biases([bias]))
-    call = ExpertCall(runtime, Called(name, tokens, tokens_per_expert, sizes, schedule, keeps_tokens))
+    has_gradients = _have_gradients(tokens, weights, bias)
+    called = Called(name, tokens, tokens_per_expert, sizes, schedule, keeps_tokens, has_gradients=has_gradients)
+    call = ExpertCall(runtime, called)
     found: tuple[torch.Tensor, ...] = Dispatch.apply(call, tokens, weights, bias)
     return found, call.routing
 
@@ -160,6 +165,11 @@ def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is
     if not found and (w1.shape != w2.mT.shape or any(up.shape != w1.shape for up in w3)):
         return f"expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of (E, dim, hidden); found {shapes}. Change one."
     return found or _problem_of("expert_ffn", tokens, w2, w1.shape[1])
+
+
+def _have_gradients(*operands: torch.Tensor | None) -> bool:
+    """Return whether autograd records a call with these operands."""
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in operands)
 
 
 def _problem_of_biases(operator: str, weights: Sequence[torch.Tensor], biases: object) -> str:

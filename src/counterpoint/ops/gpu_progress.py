@@ -9,6 +9,7 @@ is also unusable once a kernel is loaded behind a wait, because later work waits
 has its own locks and queues (H200, driver 580; docs/log.md, "how a wait is ended").
 """
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -26,10 +27,12 @@ THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 @final
 class GpuProgress(AbstractProgress):
-    """The calls of one transport or lane; `flags` are the address and number of the words that its streams wait for."""
+    """The calls of one transport or lane; `flags` are the address and number of the words that its streams wait for, and
+    `freeing` returns a value that ends these waits.
+    """
 
-    def __init__(self, flags: tuple[int, int]) -> None:
-        address, self._num_flags = flags
+    def __init__(self, flags: tuple[int, int], freeing: Callable[[], int] = lambda: 1) -> None:
+        (address, self._num_flags), self._freeing = flags, freeing
         self._flags = cu.CUdeviceptr(address)
         self._context = check("Finding the CUDA context", cu.cuCtxGetCurrent())
         self._device = check("Finding the GPU", cu.cuCtxGetDevice())
@@ -64,7 +67,7 @@ class GpuProgress(AbstractProgress):
             self._enter_other_context()
         (result,) = cu.cuStreamQuery(self._freeing_stream)
         if result == SUCCESS:
-            (result,) = cu.cuMemsetD32Async(self._flags, 1, self._num_flags, self._freeing_stream)
+            (result,) = cu.cuMemsetD32Async(self._flags, self._freeing(), self._num_flags, self._freeing_stream)
         if result != cu.CUresult.CUDA_ERROR_NOT_READY:  # the last round is still pending; the queue must not fill up
             check("Ending a wait", (result,))
 

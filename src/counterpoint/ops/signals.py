@@ -1,12 +1,12 @@
 """Signals between the GPUs of a group without SMs: flags in symmetric memory, set and awaited by stream memory
 operations.
 
-A peer sets a flag (1) and the stream that waited for it resets it (0), so the same operations work in every call and in
-a captured graph. torch's own barrier is a kernel, and starves behind a matmul that fills the registers (measured: 14 ms
-in one training step).
+`Signals`: a peer sets a flag (1) and the stream that waited for it resets it (0), so the same operations work in every
+call and in a captured graph. `NumberedSignals`: flags hold numbers of calls, and are never reset. torch's own barrier is a
+kernel, and starves behind a matmul that fills the registers (measured: 14 ms in one training step).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +15,15 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.driver_calls import WAIT, WRITE, can_flush_remote_writes, exchanging, raising, taking
+from counterpoint.ops.driver_calls import (
+    WAIT,
+    WAIT_AT_LEAST,
+    WRITE,
+    awaiting,
+    can_flush_remote_writes,
+    raising,
+    taking,
+)
 from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
@@ -23,17 +31,27 @@ from counterpoint.ops.watchdog import Watchdog
 Handle = Any  # cuda-bindings has no types
 FLAG_BYTES = 4
 EXCHANGE = "exchange"  # the kind of a batch that sets flags and waits for others
+WORD = 2**32
+FAR = 2**20  # more calls than streams hold; the numbers of waits that the watchdog ends are nearer
+Batch = tuple[list[Handle], list[Handle]]  # operations, and their fields that hold values
 
 
 @final
 class Flags:
     """Flags, 32-bit words in symmetric memory: for each number, one that every rank sets on every other.
 
-    `resting` holds the value of each number between calls. `is_flushing`: waits for them flush remote writes. `watch`
-    ends waits for a rank that is gone.
+    `resting` holds the value of each number between calls, and `freeing` returns a value that ends all waits.
+    `is_flushing`: waits for them flush remote writes. `watch` ends waits for a rank that is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, resting: Sequence[int]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        agreement: Agreement,
+        resting: Sequence[int],
+        freeing: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._rank, self._num_ranks = int(group.rank()), int(group.size())
         num_flags = len(resting) * self._num_ranks
         self._memory = SymmetricMemory(num_flags * FLAG_BYTES, device, group, agreement)
@@ -42,9 +60,8 @@ class Flags:
         self.is_flushing = can_flush_remote_writes(device.index)
         torch.cuda.synchronize(device)
         agreement.exchange(b"flags at rest")  # no rank sets a flag before they are there
-        self.watch = Watchdog(
-            GpuProgress((self._memory.addresses[self._rank], num_flags)), agreement.limit_s, overheard=agreement.overheard
-        )
+        progress = GpuProgress((self._memory.addresses[self._rank], num_flags), freeing)
+        self.watch = Watchdog(progress, agreement.limit_s, overheard=agreement.overheard)
 
     def own(self, number: int, peer: int) -> int:
         """Return the address of the flag that `peer` sets on this rank."""
@@ -88,14 +105,51 @@ class Signals:
             self._batches[key] = taking(own, is_flushing=self._flags.is_flushing)
         _issue(self._batches[key], stream)
 
-    def exchange(self, number: int, peers: tuple[int, ...], stream: Handle) -> None:
-        """Set this rank's flag on these peers, wait for theirs, and reset them: one request to the driver for both."""
-        key = (EXCHANGE, number, peers)
-        if key not in self._batches:
-            own = [self._flags.own(number, peer) for peer in peers]
-            of_peers = [self._flags.of_peer(number, peer) for peer in peers]
-            self._batches[key] = exchanging(of_peers, own, is_flushing=self._flags.is_flushing)
-        _issue(self._batches[key], stream)
+
+@final
+class NumberedSignals:
+    """Flags that hold the number of the call that set them last, set and awaited for several peers at once.
+
+    Ranks count their calls alike. A wait passes at the number of this call or a later one. So no flag is reset, and none
+    has to be at rest before a call; a captured graph cannot wait so, because its numbers would be those of its capture.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, num_flags: int) -> None:
+        self._number = 0
+        self.flags = Flags(group, device, agreement, [0] * num_flags, lambda: (self._number + FAR) % WORD)
+        self._batches: dict[tuple[Handle, int, tuple[int, ...]], Batch] = {}  # built once, issued often
+
+    def begin_call(self) -> None:
+        """Count a call."""
+        self._number = (self._number + 1) % WORD
+
+    def raise_to(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
+        """Set this rank's flag on these peers, after the stream's work."""
+        self._issue(WRITE, flag, peers, stream)
+
+    def wait(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
+        """Let the stream wait for the flags of these peers."""
+        self._issue(WAIT, flag, peers, stream)
+
+    def exchange(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
+        """Set this rank's flag on these peers, and wait for theirs: one request to the driver for both."""
+        self._issue(EXCHANGE, flag, peers, stream)
+
+    def _issue(self, kind: Handle, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
+        batch = self._batches.get((kind, flag, peers))
+        if batch is None:
+            batch = self._batches[kind, flag, peers] = self._batch(kind, flag, peers)
+        operations, values = batch
+        for each in values:
+            each.value = self._number
+        _issue(operations, stream)
+
+    def _batch(self, kind: Handle, flag: int, peers: tuple[int, ...]) -> Batch:
+        flags = self.flags
+        writes = [] if kind == WAIT else raising([flags.of_peer(flag, peer) for peer in peers])
+        own = [] if kind == WRITE else [flags.own(flag, peer) for peer in peers]
+        waits = awaiting(own, is_flushing=flags.is_flushing, condition=WAIT_AT_LEAST)
+        return writes + waits, [each.writeValue for each in writes] + [each.waitValue for each in waits]
 
 
 def _issue(operations: list[Handle], stream: Handle) -> None:

@@ -5,6 +5,7 @@ takes microseconds. All ranks know all sizes, so they agree without communicatio
 schedules instead, which takes milliseconds.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from counterpoint.machine import Machine
@@ -53,11 +54,41 @@ EXCHANGE_SIZES = (
         source=f"several groups gained ({MEASURED})",
     ),
 )
+MEASURED_FORWARD = "benchmarks/results/experts_2x_h200_numbered.json, 2026-11-27"
+# The same for calls without gradients. Backward has twice the matmuls and the host three times the work of a group, so
+# that there more groups take longer where the host is the limit; forward alone gains.
+FORWARD_SIZES = (
+    ExchangeSize(
+        least_pair_bytes=0,
+        num_groups=0,
+        status="assumed",
+        source="as calls with gradients",
+    ),
+    ExchangeSize(
+        least_pair_bytes=16 * MIB,
+        num_groups=1,
+        status="measured",
+        source=f"copies return results faster; further groups cost the host more time than they hide ({MEASURED_FORWARD})",
+    ),
+    ExchangeSize(
+        least_pair_bytes=40 * MIB,
+        num_groups=2,
+        status="measured",
+        source=f"two groups gained ({MEASURED_FORWARD})",
+    ),
+    ExchangeSize(
+        least_pair_bytes=64 * MIB,
+        num_groups=4,
+        status="measured",
+        source=f"four groups gained where a group has several experts, two elsewhere ({MEASURED_FORWARD})",
+    ),
+)
+MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
 # Below this many bytes between the two ranks that exchange most, a kernel sends the tokens of a forward call in one piece,
 # before the host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). Above, pieces
-# that matmuls hide gain as much. If the call computes something beside its tokens, copies cost that nothing, and a kernel
-# takes its SMs: only calls that are too small for copies begin ahead then.
-AHEAD_BELOW_BYTES = 512 * MIB
+# that matmuls hide gain 1 to 16 % more (experts_2x_h200_numbered.json). If the call computes something beside its tokens,
+# copies cost that nothing, and a kernel takes its SMs: only calls that are too small for copies begin ahead then.
+AHEAD_BELOW_BYTES = 320 * MIB
 
 
 class ExchangeChoice(Value, frozen=True, kw_only=True):
@@ -67,9 +98,17 @@ class ExchangeChoice(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def size_for(pair_bytes: int) -> ExchangeSize:
+def size_for(pair_bytes: int, sizes: Sequence[ExchangeSize] = EXCHANGE_SIZES) -> ExchangeSize:
     """Return the table's row for this many bytes between the two ranks that exchange most."""
-    return [each for each in EXCHANGE_SIZES if each.least_pair_bytes <= pair_bytes][-1]
+    return [each for each in sizes if each.least_pair_bytes <= pair_bytes][-1]
+
+
+def num_groups_for(pair_bytes: int, num_experts: int, *, has_gradients: bool) -> int:
+    """Return in how many groups a rank's experts are computed; 0 if the library exchanges the rows."""
+    if has_gradients:
+        return size_for(pair_bytes).num_groups
+    num_groups = size_for(pair_bytes, FORWARD_SIZES).num_groups
+    return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
 
 
 def begins_ahead(pair_bytes: int, *, has_beside: bool) -> bool:

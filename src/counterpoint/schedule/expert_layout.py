@@ -4,10 +4,12 @@ are copied and multiplied together.
 The layout follows from one matrix, which every rank knows. At their source, rows are in the order of experts, as the tokens
 are; at the experts' rank, in the order of experts, and within an expert of sources. So each expert's rows from all sources
 are contiguous, their weight is read once, and no kernel has to sort rows: each block of rows, of one source and one expert,
-is copied straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it.
+is copied straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it. The first and
+the last group have half as many rows as the others, because nothing hides the first one's way there, and the last one's
+back. An expert with very many rows is cut.
 """
 
-import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple, final
@@ -18,6 +20,9 @@ import numpy.typing as npt
 from counterpoint.schedule.routing import Routing
 
 Counts = npt.NDArray[np.int64]
+# An expert with so many rows may be in two groups, which reads its weight twice. It is cut at a multiple of rows, so that
+# no tile of a matmul is cut. Both chosen, not measured.
+LEAST_CUT_ROWS, CUT_MULTIPLE = 4096, 256
 Pairs = list[list[int]]
 
 
@@ -30,17 +35,17 @@ class Block(NamedTuple):
 
 
 class ExpertRange(NamedTuple):
-    """Consecutive local experts, and their rows in the order of experts."""
+    """Consecutive local experts, and rows in the order of experts; `is_cut`: not all rows of these experts."""
 
     number: int
     experts: slice
     rows: slice
+    is_cut: bool = False
 
 
 @final
 class ExpertLayout:
-    """The layout of `counts[source, destination, local expert]`, each rank's experts in at most `num_groups` groups that
-    have about equally many rows."""
+    """The layout of `counts[source, destination, local expert]`, each rank's experts in at most `num_groups` groups."""
 
     def __init__(self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None) -> None:
         """`pairs`: the result of `pair_rows` for the counts, if it is known."""
@@ -82,79 +87,98 @@ class ExpertLayout:
         start = sum(self.sent_rows[: self.rank])
         return slice(start, start + self.num_own)
 
-    @cached_property
-    def bounds(self) -> list[list[tuple[int, int]]]:
-        """Return, by rank, the experts of each of its groups."""
-        if self.num_groups == 1:
-            return [[(0, self.num_experts)]] * self.num_ranks
-        return [self._bounds(destination) for destination in range(self.num_ranks)]
+    # Few numbers are handled one by one: a call of numpy costs the host as much as 50 of them, and the GPU waits for it.
 
     @cached_property
+    def ranges(self) -> list[list[ExpertRange]]:
+        """Return the groups of every rank, without groups that have no rows, unless there is only one."""
+        if self.num_groups == 1:
+            received = map(sum, zip(*self.pairs, strict=True))
+            return [[ExpertRange(0, slice(0, self.num_experts), slice(0, rows))] for rows in received]
+        return [list(self._ranges(ends)) for ends in self._ends.tolist()]
+
+    def _ranges(self, ends: list[int]) -> Iterator[ExpertRange]:
+        """Yield the groups of a rank, given where its experts' rows end."""
+        number = start = first = 0
+        begins_cut, num_rows = False, ends[-1]
+        for half in range(1, 2 * self.num_groups - 2, 2):
+            stop = half * num_rows // (2 * self.num_groups - 2)
+            last = bisect_left(ends, stop)
+            begin = ends[last - 1] if last else 0
+            is_cut = ends[last] - begin >= LEAST_CUT_ROWS
+            stop = stop - (stop - begin) % CUT_MULTIPLE if is_cut else ends[last]
+            if start < stop < num_rows:
+                yield ExpertRange(number, slice(first, last + 1), slice(start, stop), begins_cut or is_cut)
+                number, start, first, begins_cut = number + 1, stop, last if is_cut else last + 1, is_cut
+        yield ExpertRange(number, slice(first, self.num_experts), slice(start, num_rows), begins_cut)
+
+    @property
     def groups(self) -> list[ExpertRange]:
-        """Return this rank's groups."""
-        if self.num_groups == 1:
-            return [ExpertRange(0, slice(0, self.num_experts), slice(0, self.num_rows))]
+        """Return this rank's groups. Two of them share an expert that is cut."""
+        return self.ranges[self.rank]
+
+    @cached_property
+    def group_ends(self) -> list[list[int]]:
+        """Return, for each of this rank's groups, where the rows of its experts end, from the first row of the group."""
+        ends = self._ends[self.rank].tolist()
         return [
-            ExpertRange(number, slice(first, last), slice(self._start(first), int(self._ends[self.rank, last - 1])))
-            for number, (first, last) in enumerate(self.bounds[self.rank])
+            [min(end, rows.stop) - rows.start for end in ends[experts]] for _, experts, rows, _ in self.ranges[self.rank]
         ]
-
-    def _bounds(self, destination: int) -> list[tuple[int, int]]:
-        """Return the experts of each group of a rank, without groups that have no rows, unless there is only one."""
-        ends = self._ends[destination]
-        if not ends[-1]:
-            return [(0, self.num_experts)]
-        parts = np.arange(1, self.num_groups) * ends[-1] // self.num_groups
-        edges = [0, *(np.searchsorted(ends, parts, side="left") + 1).tolist(), self.num_experts]
-        return [
-            (first, last)
-            for first, last in itertools.pairwise(edges)
-            if first < last and ends[last - 1] > (ends[first - 1] if first else 0)
-        ]
-
-    def _start(self, expert: int) -> int:
-        return int(self._ends[self.rank, expert - 1]) if expert else 0
-
-    def _run(self, source: int, destination: int, first: int, last: int) -> slice:
-        start = int(self._sent[source, destination, first])
-        return slice(start, start + int(self.counts[source, destination, first:last].sum()))
 
     def sent(self, source: int, destination: int, number: int) -> slice:
         """Return the rows of a source's tokens that go to a group of a destination's experts."""
         if self.num_groups == 1:
             start = sum(self.pairs[source][:destination])
             return slice(start, start + self.pairs[source][destination])
-        return self._run(source, destination, *self.bounds[destination][number])
+        ranges = self.ranges[destination]
+        start = self._begin(source, destination, ranges[number])
+        if number + 1 < len(ranges):
+            return slice(start, self._begin(source, destination, ranges[number + 1]))
+        return slice(start, int(self._sent[source, destination, 0]) + self.pairs[source][destination])
+
+    def _begin(self, source: int, destination: int, group: ExpertRange) -> int:
+        """Return the first row of a source's tokens that goes to a group."""
+        first = source, destination, group.experts.start
+        start = int(self._sent[first])
+        if group.is_cut:  # rows of its first expert may be in the group before
+            start += min(max(group.rows.start - int(self._placed[first]), 0), int(self.counts[first]))
+        return start
 
     def blocks(self, source: int, destination: int, number: int) -> Iterator[Block]:
         """Return the blocks of a source for a group of a destination's experts, without empty ones."""
-        part = source, destination, slice(*self.bounds[destination][number])
-        found = zip(self._sent[part].tolist(), self._placed[part].tolist(), self.counts[part].tolist(), strict=True)
-        return (Block(*each) for each in found if each[2])
+        found = zip(*(each.tolist() for each in self.block_arrays(source, destination, number)), strict=True)
+        return (Block(*each) for each in found)
 
     def block_arrays(self, source: int, destination: int, number: int) -> tuple[Counts, Counts, Counts]:
         """Return these blocks as arrays: the first rows at the source, those at the experts' rank, and numbers of rows."""
-        part = source, destination, slice(*self.bounds[destination][number])
-        counts = self.counts[part]
-        used = counts.nonzero()
-        return self._sent[part][used], self._placed[part][used], counts[used]
+        _, experts, rows, is_cut = self.ranges[destination][number]
+        part = source, destination, experts
+        sent, placed, counts = self._sent[part], self._placed[part], self.counts[part]
+        if is_cut:
+            before = (rows.start - placed).clip(0)  # rows of a cut expert that are in the group before
+            sent, placed, counts = sent + before, placed + before, counts.clip(max=rows.stop - placed) - before
+        used = (counts > 0).nonzero()
+        return sent[used], placed[used], counts[used]
 
     def peers(self) -> list[int]:
         """Return the other ranks, the nearest below first, so that every port is used once per turn."""
         return [(self.rank - turn) % self.num_ranks for turn in range(1, self.num_ranks)]
 
-    def outgoing(self) -> Iterator[tuple[int, int]]:
-        """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first."""
-        for number in range(max(map(len, self.bounds))):
+    def outgoing(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+        """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first; or only
+        those of groups `first` to `last` - 1.
+        """
+        for number in range(max(map(len, self.ranges)))[first:last]:
             for peer in self.peers():
-                if number < len(self.bounds[peer]) and self.has_rows(self.rank, peer, number):
+                if number < len(self.ranges[peer]) and self.has_rows(self.rank, peer, number):
                     yield peer, number
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
         """Return whether a source has rows for a group of a destination's experts."""
         if self.num_groups == 1:
             return self.pairs[source][destination] > 0
-        return bool(self.counts[source, destination, slice(*self.bounds[destination][number])].any())
+        rows = self.sent(source, destination, number)
+        return bool(rows.start < rows.stop)
 
     def sources(self, number: int) -> list[int]:
         """Return the other ranks that have rows for a group of this rank's experts."""

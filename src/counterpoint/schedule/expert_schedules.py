@@ -9,6 +9,7 @@ A backward pass does the same with gradients. Tokens that the gradients of weigh
 the groups' matmuls. The gradients of weights are computed last, while the last group's results travel.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -361,6 +362,6 @@ def _group_rows(rank: int, buffer: str, group: ExpertRange) -> Region:
 
 def _expert_rows(layout: ExpertLayout, group: ExpertRange) -> tuple[int, ...]:
     """Return the rows of every expert of the rank, 0 for experts outside of this group."""
-    totals = layout.counts[:, layout.rank].sum(0)
-    inside = range(group.experts.start, group.experts.stop)
-    return tuple(int(totals[expert]) if expert in inside else 0 for expert in range(layout.num_experts))
+    found, ends = [0] * layout.num_experts, layout.group_ends[group.number]
+    found[group.experts] = [end - start for start, end in itertools.pairwise([0, *ends])]
+    return tuple(found)
