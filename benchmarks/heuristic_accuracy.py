@@ -24,6 +24,7 @@ from benchmarks.conditions import store
 from benchmarks.heuristic_cases import (
     AGAIN,
     OPERATIONS,
+    PRESENT,
     SEEDED,
     SEEDED_ON_H100,
     STORED,
@@ -128,7 +129,7 @@ def evaluation() -> dict[str, object]:
     """The result without leave-one-out."""
     chosen = choices(all_cases())
     unseen = {part: choices(stored_cases(2, name)) for part, name in UNSEEN.items()}
-    unseen |= {part: choices(all_cases(stored)) for part, stored in AGAIN.items()}
+    unseen |= {part: choices(all_cases(stored)) for part, stored in (AGAIN | PRESENT).items()}
     seeded = {seed: choices(cases) for seed, cases in by_seed(all_cases(SEEDED)).items()}
     unseen |= {f"H100, {seed}": choices(cases) for seed, cases in by_seed(stored_cases(2, SEEDED_ON_H100)).items()}
     of_unseen = {

@@ -22,6 +22,11 @@ AGAIN = {
     "H200, again": {2: "ops_grid_again_2x_h200.json", 4: "ops_grid_4x_h200.json"},
     "H100, again": {2: "ops_grid_again_2x_h100.json", 4: "ops_grid_4x_h100.json"},
 }
+# Calls that reset their flags where they begin, as they do now; all others reset each flag behind its wait
+PRESENT = {
+    "H200, present calls": {2: "ops_flags_2x_h200.json", 4: "ops_flags_4x_h200.json"},
+    "H200, present calls, seed 20261201": {4: "ops_flags_seeded_4x_h200.json"},
+}
 # Shapes that seeds drew, by the number of H200s
 SEEDED = {2: "ops_seeded_2x_h200.json", 4: "ops_seeded_4x_h200.json"}
 SEEDED_ON_H100 = "ops_seeded_2x_h100.json"

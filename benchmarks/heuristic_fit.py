@@ -2,7 +2,7 @@
 
     python -m benchmarks.heuristic_fit
 
-A search over seven constants, one after the other in smaller and smaller steps, from two rough starts, for the least sum of
+A search over six constants, one after the other in smaller and smaller steps, from two rough starts, for the least sum of
 two losses: of lone matmuls and of matmuls in pieces on one stream (benchmarks/ops_losses.py), where nothing is communicated,
 and of the schedules of the 17 fitted shapes on 2 GPUs. It prints what it finds in some minutes; nothing is written.
 """
@@ -23,7 +23,7 @@ from counterpoint.schedule.wave_model import Sms
 
 # Where the searches start: rough values
 PIECES_STARTS = ({"tile_us": 2.0, "tile_edge": 5.0, "kernel_us": 4.0}, {"tile_us": 1.6, "tile_edge": 7.5, "kernel_us": 3.2})
-START = {"wait_us": 3.0, "call_us": 5.0, "power_returned": 0.4, "stagger_waves": 0.06}
+START = {"call_us": 5.0, "power_returned": 0.4, "stagger_waves": 0.06}
 STEPS = (1.5, 1.3, 1.15, 1.07, 1.03)  # a constant is multiplied by a step or divided by it
 PASSES = 2  # over all constants, with each step
 NEAR = 0.04  # schedules that are slower by so much count 1 / e in a fit

@@ -74,9 +74,10 @@ class Costs(Value, frozen=True, kw_only=True):
     unpaced_block_mib: float = 40.0
     # measured on 2 H200s, 2026-11-23: the flag, from a copy's end to the start of work that waits for it on another GPU
     signal_us: float = 8.5
-    # fitted to schedules: from the end of the last action that a matmul waits for to its start, if it waits for more than
-    # its stream
-    wait_us: float = 4.26
+    # measured on 2 H200s, 2026-11-27: a wait for a flag that is set, alone; beside a copy 3.8. From the end of the last
+    # action that a matmul waits for to its start, if it waits for more than its stream. In calls that reset each flag behind
+    # its wait it was 4.26, fitted; with that, or with 1, calls of today are picked less well
+    wait_us: float = 1.9
     # fitted to schedules: the time of a call besides its actions, such as begin and end and their flags
     call_us: float = 4.69
     # measured, of the HBM's bandwidth: the sum of two matrices (100 MB in 23 us), and of four (168 MB in 45.5 us)
