@@ -26,7 +26,7 @@ MODULES = (
     "counterpoint.ops.copy_engines",
     "counterpoint.ops.copy_lane",
 )
-EQUAL, FLUSH = 1, 1 << 30
+EQUAL, AT_LEAST, FLUSH = 1, 0, 1 << 30
 
 
 class Memory:
@@ -48,7 +48,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     """The modules that need the CUDA driver, imported on a double of it."""
     double = MagicMock()
     double.CUresult = SimpleNamespace(CUDA_SUCCESS="success")
-    double.CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_EQ=EQUAL, CU_STREAM_WAIT_VALUE_FLUSH=FLUSH)
+    double.CUstreamWaitValue_flags = SimpleNamespace(
+        CU_STREAM_WAIT_VALUE_EQ=EQUAL, CU_STREAM_WAIT_VALUE_GEQ=AT_LEAST, CU_STREAM_WAIT_VALUE_FLUSH=FLUSH
+    )
     double.CUstreamBatchMemOpType = SimpleNamespace(
         CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
     )
@@ -238,6 +240,41 @@ def test_the_last_wait_for_flags_flushes_remote_writes_where_the_gpu_can(driver:
         assert (first.waitValue.address, first.waitValue.flags) == (8, EQUAL)
         assert (second.waitValue.address, second.waitValue.flags) == (12, EQUAL | FLUSH if is_flushing else EQUAL)
         assert [(each.writeValue.value, each.writeValue.flags) for each in lowered] == [(0, 0), (0, 0)]
+
+
+def test_numbered_flags_are_set_to_and_awaited_at_the_number_of_the_call(
+    driver: MagicMock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = importlib.import_module("counterpoint.ops.signals")
+    issued: list[list[tuple[int, int]]] = []
+    driver.cuStreamBatchMemOp = lambda _, number, operations, __: issued.append([seen(each) for each in operations])
+    monkeypatch.setattr(signals, "check", lambda *_: None)
+    monkeypatch.setattr(signals, "Flags", flags := MagicMock())
+    flags.return_value.own = lambda flag, peer: 100 * flag + peer
+    flags.return_value.of_peer = lambda flag, peer: 1000 + 100 * flag + peer
+    flags.return_value.is_flushing = True
+
+    def seen(operation: Operation) -> tuple[int, int]:
+        fields = operation.waitValue if vars(operation.waitValue) else operation.writeValue
+        if vars(operation.waitValue):
+            assert fields.flags & ~FLUSH == AT_LEAST
+        return fields.address, fields.value
+
+    numbered = signals.NumberedSignals(*[MagicMock()] * 3, 4)
+    assert flags.call_args.args[3] == [0] * 4, "all flags rest at 0"
+    for call in (1, 2):
+        numbered.begin_call()
+        numbered.raise_to(2, (0, 3), None)
+        numbered.wait(2, (0, 3), None)
+        numbered.exchange(1, (3,), None)
+        raised, awaited = [(1200, call), (1203, call)], [(200, call), (203, call)]
+        assert issued[-3:] == [raised, awaited, [(1103, call), (103, call)]]
+        freeing = flags.call_args.args[4]()
+        assert call < freeing < 2**31, "a wait of this call and of those that are queued passes"
+    numbered._number = 2**32 - 1
+    assert flags.call_args.args[4]() < 2**31, "numbers go round, and waits compare differences"
+    numbered.begin_call()
+    assert numbered._number == 0
 
 
 @pytest.mark.usefixtures("driver")
