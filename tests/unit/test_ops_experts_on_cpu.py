@@ -16,6 +16,7 @@ OF_TWO = ("random_routings", "in_fp8")
 OF_ANY = (
     "types",
     "partly_frozen",
+    "without_gradients",
     "activations",
     "biases",
     "in_order",

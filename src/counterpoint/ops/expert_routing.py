@@ -62,6 +62,11 @@ class ExpertRouting:
         self._sorting, self._device = Sorting(self.layout, on_device), on_device.device
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether any rank's call has gradients."""
+        return split_last(self.gathered.numpy())[1]
+
+    @property
     def is_small(self) -> bool:
         """Whether so few tokens arrive that keeping them for backward costs less than sending them again."""
         return not size_for(self.pair_bytes).num_groups

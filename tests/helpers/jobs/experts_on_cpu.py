@@ -29,7 +29,17 @@ from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
-from helpers.experts_definition import DIM, HIDDEN, Experts, check_fp8, compare, silu
+from helpers.experts_definition import (
+    DIM,
+    HIDDEN,
+    Experts,
+    both_halves,
+    check_fp8,
+    compare,
+    silu,
+    whole_layer,
+    with_shared,
+)
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
@@ -81,6 +91,25 @@ def partly_frozen() -> None:
         rest = [place for place in range(4) if place != frozen]
         compare([operands[place].grad for place in rest], [wanted[1 + place] for place in rest], 1e-12)
     report("partly frozen")
+
+
+def without_gradients() -> None:
+    """A call without gradients keeps nothing for them, and holds no memory for tokens that are sent again."""
+    experts, counted = Experts(random.Random(4), torch.float64, kind="random"), calls_of(dist.group.WORLD.group_name)
+    wanted, held, kept = experts.expected()[:1], [], []
+    for schedule, keeps_tokens, has_gradients in itertools.product((COPIES, None), (False, True), (False, True)):
+        ops.release()
+        counted.most_kept_bytes = 0
+        with torch.set_grad_enabled(has_gradients):
+            for layer in (whole_layer, both_halves):
+                tokens, weights = experts.own()
+                compare([layer(experts, weights, tokens, schedule=schedule, keeps_tokens=keeps_tokens)], wanted, 1e-12)
+        held.append(ops.pool_report()[0].num_bytes)
+        kept.append(counted.most_kept_bytes)
+    assert not any(kept[::2]), kept
+    assert all(kept[1::2]), kept
+    assert held[0] == held[2] == held[3] < held[1], "only tokens that are sent again need more"
+    report("without gradients")
 
 
 def activations() -> None:
@@ -356,34 +385,6 @@ def ahead() -> None:
     finally:
         expert_routing.pick_pieces = pick
     report("ahead")
-
-
-def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer in one call."""
-    w1, w2, w3 = weights
-    return ops.expert_ffn(tokens * 1, experts.counts[experts.rank], w1, w2, w3, **options)
-
-
-def with_shared(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer, and a shared expert that runs while tokens are in transit."""
-    rows, made = tokens * 1, []
-    w1, w2, w3 = weights
-
-    def beside() -> None:
-        made.append(silu(rows @ w1[0].T) @ w2[0].T)
-
-    routed = ops.expert_ffn(rows, experts.counts[experts.rank], w1, w2, w3, beside=beside, **options)
-    (shared,) = made
-    return routed + shared
-
-
-def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer by its halves."""
-    w1, w2, w3 = weights
-    num_hidden = w1.shape[1]
-    both, routing = ops.dispatch_grouped_matmul(tokens * 1, experts.counts[experts.rank], torch.cat([w1, w3], 1), **options)
-    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
-    return ops.grouped_matmul_combine(hidden, w2, routing)
 
 
 def error_beside() -> None:
