@@ -232,6 +232,14 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
     assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]
 
 
+def test_the_command_draws_a_routing_without_rows() -> None:
+    sizes = ["--ranks", "2", "--rows", "0", "--inner", "64", "--hidden", "32", "--experts", "4"]
+    done = counterpoint("schedule", "experts", "expert_ffn", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "sequential" in done.stdout
+    assert "%" not in done.stdout, "no share of nothing"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
