@@ -247,7 +247,7 @@ def test_the_command_draws_a_routing_without_rows() -> None:
         (["--experts", "4", "--rows", "-1"], "--rows must be from 0"),
         (["--experts", "4", "--hidden", "0"], "--hidden must be from 1"),
         (["--experts", "4", "--routing", "nowhere.json"], "nowhere.json"),
-        (["--experts", "4", "--groups", "0"], "--chunks of a schedule must be from 1"),
+        (["--experts", "4", "--groups", "0"], "--groups of a schedule must be from 1 to 64; found 0"),
         (["--experts", "4", "--rank", "2"], "must be from 0 to 1"),
     ],
 )
