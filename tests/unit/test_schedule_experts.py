@@ -226,7 +226,7 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
     done = counterpoint(*command, "--groups", "2", COLUMNS="110")
     assert done.returncode == 0, done.stderr
     assert "all_peers/2 experts fused 1+1" in done.stdout
-    assert "a call uses sequential: the busiest pair" in " ".join(done.stdout.split())
+    assert "a call with gradients uses sequential: the busiest pair" in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 110
     summary = msgspec.json.decode(counterpoint(*command, "--json").stdout)
     assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]
