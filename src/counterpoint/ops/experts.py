@@ -100,7 +100,7 @@ def dispatch_grouped_matmul(
     """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus the
     bias.
 
-    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; none if no rows came.
+    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; (0, N) if no rows came.
     Rows are in the order of experts, and within an expert in the order of source ranks. The routing says how many there
     are, and `grouped_matmul_combine` uses it to bring rows back. `keeps_tokens` as in `expert_ffn`. Raises `OperatorError`.
     """
