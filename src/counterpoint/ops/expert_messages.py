@@ -68,6 +68,9 @@ class ExpertMessages(AbstractExpertCopies):
     def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
         """See `AbstractExpertCopies.place_ahead`. A dispatch places them here."""
 
+    def drop_placed(self) -> None:
+        """See `AbstractExpertCopies.drop_placed`."""
+
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`."""
         return True

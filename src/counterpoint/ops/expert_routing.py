@@ -109,14 +109,16 @@ class ExpertRouting:
         """Return what moves the rows of a pass that uses these regions, with their memory reserved."""
         experts = self.runtime.experts()
         self.runtime.agreement.num_calls += 1
-        if not self.num_pieces or experts.copies is None:
+        if experts.copies is None:
             return experts.library
-        needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
-        if self.ahead is not None and not experts.copies.holds(needed):
-            self.drop()  # the memory of its rows is about to be replaced
-        if experts.reserve(needed):
-            return experts.copies
-        experts.num_refused += bool(was_refused)
+        if self.num_pieces:
+            needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
+            if self.ahead is not None and not experts.copies.holds(needed):
+                self.drop()  # the memory of its rows is about to be replaced
+            if experts.reserve(needed):
+                return experts.copies
+            experts.num_refused += bool(was_refused)
+        experts.copies.drop_placed()
         return experts.library
 
     def begun(self, ahead: AheadDispatch | None) -> "ExpertRouting":
@@ -219,6 +221,8 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     except OperatorError:
         if ahead is not None:
             ahead.drop()
+        elif experts.copies is not None:
+            experts.copies.drop_placed()
         raise
     if begins_ahead(found.pair_bytes, has_beside=call.has_beside):
         experts.expected.learn(words, found.layout.most_grouped)
