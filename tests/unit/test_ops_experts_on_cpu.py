@@ -37,6 +37,7 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
     says = {
         "counts that do not add up": "Rank 1 of the group: the counts of expert_ffn must be 0 or more and add up to its 9",
         "negative counts": "found a sum of 9 and a least count of -1",
+        "counts that wrap around": "found a sum of 18446744073709551625 and a least count of 0.",
         "fractions": "Rank 1 of the group: the counts of expert_ffn must be whole numbers; found one that is none.",
         "no number": "Rank 1 of the group: the counts of expert_ffn must be whole numbers; found one that is none.",
         "no counts": "Rank 1 of the group: expert_ffn takes whole numbers as counts; found NoneType.",

@@ -80,7 +80,8 @@ class ExpertMessages(AbstractExpertCopies):
         num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
         layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 1)
-        is_sound = int(counts.min()) >= 0 and torch.equal(counts.sum((1, 2)), sums)
+        is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
+        is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
         if not is_sound or layout.most_grouped > landed.shape[0]:
             return torch.zeros(layout.num_experts, dtype=torch.int32)
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))

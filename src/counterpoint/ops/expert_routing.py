@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import msgspec
+import numpy as np
 import torch
 
 from counterpoint.errors import OperatorError, ScheduleError
@@ -271,7 +272,8 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
     counts, (sums, has_gradients) = found[:, :-1], split_last(found)
     shaped = counts.reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
-    if [sum(row) for row in pairs] != sums or counts.min() < 0:
+    # negative counts are large as unsigned numbers; sums of small ones cannot wrap around
+    if [sum(row) for row in pairs] != sums or counts.view(np.uint64).max() > max(sums):
         _refuse_sums(call.operator, counts, sums)
     is_copied = runtime.experts().copies is not None
     pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
@@ -290,8 +292,8 @@ def split_last(found: Counts) -> tuple[list[int], bool]:
 
 
 def _refuse_sums(operator: str, counts: Counts, wanted: Sequence[int]) -> NoReturn:
-    sums, least = counts.sum(1), counts.min(1)
-    rank = int(((sums != wanted) | (least < 0)).argmax())
+    sums, least = [sum(row) for row in counts.tolist()], counts.min(1).tolist()
+    rank = next(rank for rank, rows in enumerate(wanted) if sums[rank] != rows or least[rank] < 0)
     if least[rank] == NOT_WHOLE:
         raise OperatorError(
             f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is none. Count the "

@@ -29,17 +29,7 @@ from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
-from helpers.experts_definition import (
-    DIM,
-    HIDDEN,
-    Experts,
-    both_halves,
-    check_fp8,
-    compare,
-    silu,
-    whole_layer,
-    with_shared,
-)
+from helpers.experts_definition import DIM, HIDDEN, Experts, both_halves, check_fp8, compare, silu, whole_layer, with_shared
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
@@ -441,6 +431,7 @@ def faults() -> None:
     counts, is_wrong = experts.counts[experts.rank], experts.rank == 1
     first, second, *rest = counts
     too_many, negative = [first + 1, second, *rest], [first + second + 1, -1, *rest]
+    wrapping = [2**63 - 1, 2**63 - 1, 2 + sum(counts), 0]  # in 64 bits their sum is right
 
     def call(
         hidden: int, rows: object = tokens, counts: object = counts, w2: torch.Tensor | None = None, **more: object
@@ -452,6 +443,7 @@ def faults() -> None:
     bad = {
         "counts that do not add up": lambda: call(1, counts=too_many if is_wrong else counts),
         "negative counts": lambda: call(1, counts=negative if is_wrong else counts),
+        "counts that wrap around": lambda: call(1, counts=wrapping if is_wrong else counts),
         "fractions": lambda: call(1, counts=torch.tensor(counts) + 0.25 * is_wrong),
         "no number": lambda: call(1, counts=torch.tensor([*counts[1:], math.nan]) if is_wrong else counts),
         "no counts": lambda: call(14, counts=None if is_wrong else counts),
