@@ -53,6 +53,8 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
         "biases are missing": "Rank 1 of the group: expert_ffn takes 2 biases, one for each weight or None; found 1.",
         "fp8 of other types": "of the group: expert_ffn in fp8 takes operands in bf16; found torch.float64. Convert them.",
         "a bias does not fit": "Rank 1 of the group: expert_ffn adds a bias of (2, 11) torch.float64 on cpu; found (",
+        "second halves differ": "disagree: rank 0 calls grouped_matmul_combine of experts (2, 3, 4) float64, rank 1 calls",
+        "a second half without weights": "grouped_matmul_combine takes a list of matrices and a tensor; found a value of",
         "no schedule": "schedule takes a ScheduleDescription; found a str",
         "a schedule that does not fit": "Experts take the pattern all_peers along experts, or sequential; found ring",
         "after all that": "ok",

@@ -185,7 +185,12 @@ class Called(NamedTuple):
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
         kept = " keeping tokens" * self.keeps_tokens + " beside something else" * self.has_beside
-        return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}{kept}"
+        return f"{words_of(self.operator, self.sizes, self.tokens.dtype)}{named}{kept}"
+
+
+def words_of(operator: str, sizes: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Describe an operator with its sizes of experts and type for the other ranks."""
+    return f"{operator} of experts {sizes} {str(dtype).removeprefix('torch.')}"
 
 
 def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], beside: Callable[[], None]) -> ExpertRouting:

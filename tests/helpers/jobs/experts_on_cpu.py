@@ -440,6 +440,10 @@ def faults() -> None:
         w1 = torch.ones(2, hidden, DIM, dtype=torch.float64)
         ops.expert_ffn(rows, counts, w1, w1.mT if w2 is None else w2, **more)  # type: ignore[arg-type]
 
+    def second_half(weights: torch.Tensor | None) -> None:
+        groups, routing = ops.dispatch_grouped_matmul(tokens, counts, torch.ones(2, 4, DIM, dtype=torch.float64))
+        ops.grouped_matmul_combine(groups, weights, routing)  # type: ignore[arg-type]
+
     bad = {
         "counts that do not add up": lambda: call(1, counts=too_many if is_wrong else counts),
         "negative counts": lambda: call(1, counts=negative if is_wrong else counts),
@@ -460,6 +464,8 @@ def faults() -> None:
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
         "fp8 of other types": lambda: call(13, is_fp8=True),
         "a bias does not fit": lambda: call(11, biases=[tokens if is_wrong else None, None]),
+        "second halves differ": lambda: second_half(torch.ones(2, 3 + is_wrong, 4, dtype=torch.float64)),
+        "a second half without weights": lambda: second_half(None if is_wrong else torch.ones(2, 6, 4, dtype=torch.float64)),
         "a schedule that does not fit": lambda: call(9, schedule=D(pattern="ring")),
         "after all that": lambda: call(1),
         "refused when agreed": lambda: call(1, counts=counts[is_wrong:]),
@@ -478,6 +484,7 @@ def faults() -> None:
 def a_rank_ends() -> None:
     """One rank ends between dispatch and combine; the others get one line."""
     experts = Experts(random.Random(9), torch.float64, kind="random", num_local=2)
+    experts.found_by_halves(COPIES)  # the ranks agree on these calls
     tokens, (w1, w2, _) = experts.own()
     hidden, routing = ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], w1, schedule=COPIES)
     if experts.rank == 1:
