@@ -48,6 +48,7 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
         "a count is missing": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts, 2 on each rank; found 3",
         "types differ": "Rank 1 of the group: expert_ffn needs operands of one type; found torch.float32 and torch.float64",
         "shapes do not fit": "Rank 1 of the group: expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of",
+        "sparse tokens": "Rank 1 of the group: expert_ffn multiplies dense matrices; found one of layout torch.sparse_coo.",
         "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found a value of type NoneType",
         "an activation by name": "expert_ffn takes a function as activation; found one of type str.",
         "biases are missing": "Rank 1 of the group: expert_ffn takes 2 biases, one for each weight or None; found 1.",

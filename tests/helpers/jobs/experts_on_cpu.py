@@ -458,6 +458,7 @@ def faults() -> None:
         "a count is missing": lambda: call(4, counts=counts[is_wrong:]),
         "types differ": lambda: call(6, tokens.float() if is_wrong else tokens),
         "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
+        "sparse tokens": lambda: call(17, tokens.detach().to_sparse() if is_wrong else tokens),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
         "an activation by name": lambda: call(16, activation="gelu" if is_wrong else None),
         "no schedule": lambda: call(8, schedule="ring"),
