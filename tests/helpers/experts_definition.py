@@ -98,6 +98,34 @@ class Experts:
         return [result.detach(), tokens.grad, w1.grad, w2.grad, w3.grad]
 
 
+def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer in one call."""
+    w1, w2, w3 = weights
+    return ops.expert_ffn(tokens * 1, experts.counts[experts.rank], w1, w2, w3, **options)
+
+
+def with_shared(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer, and a shared expert that runs while tokens are in transit."""
+    rows, made = tokens * 1, []
+    w1, w2, w3 = weights
+
+    def beside() -> None:
+        made.append(silu(rows @ w1[0].T) @ w2[0].T)
+
+    routed = ops.expert_ffn(rows, experts.counts[experts.rank], w1, w2, w3, beside=beside, **options)
+    (shared,) = made
+    return routed + shared
+
+
+def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
+    """The layer by its halves."""
+    w1, w2, w3 = weights
+    num_hidden = w1.shape[1]
+    both, routing = ops.dispatch_grouped_matmul(tokens * 1, experts.counts[experts.rank], torch.cat([w1, w3], 1), **options)
+    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
+    return ops.grouped_matmul_combine(hidden, w2, routing)
+
+
 def compare(found: list[torch.Tensor], wanted: list[torch.Tensor], tolerance: float) -> None:
     """Raise unless all are equal within the tolerance, relative to the largest number of each."""
     for place, (each, other) in enumerate(zip(found, wanted, strict=True)):

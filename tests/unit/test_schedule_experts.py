@@ -226,10 +226,18 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
     done = counterpoint(*command, "--groups", "2", COLUMNS="110")
     assert done.returncode == 0, done.stderr
     assert "all_peers/2 experts fused 1+1" in done.stdout
-    assert "a call uses sequential: the busiest pair" in " ".join(done.stdout.split())
+    assert "a call with gradients uses sequential: the busiest pair" in " ".join(done.stdout.split())
     assert max(map(len, done.stdout.splitlines())) <= 110
     summary = msgspec.json.decode(counterpoint(*command, "--json").stdout)
     assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]
+
+
+def test_the_command_draws_a_routing_without_rows() -> None:
+    sizes = ["--ranks", "2", "--rows", "0", "--inner", "64", "--hidden", "32", "--experts", "4"]
+    done = counterpoint("schedule", "experts", "expert_ffn", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "sequential" in done.stdout
+    assert "%" not in done.stdout, "no share of nothing"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +247,7 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
         (["--experts", "4", "--rows", "-1"], "--rows must be from 0"),
         (["--experts", "4", "--hidden", "0"], "--hidden must be from 1"),
         (["--experts", "4", "--routing", "nowhere.json"], "nowhere.json"),
-        (["--experts", "4", "--groups", "0"], "--chunks of a schedule must be from 1"),
+        (["--experts", "4", "--groups", "0"], "--groups of a schedule must be from 1 to 64; found 0"),
         (["--experts", "4", "--rank", "2"], "must be from 0 to 1"),
     ],
 )

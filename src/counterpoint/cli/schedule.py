@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -235,7 +235,7 @@ def experts(
     from counterpoint.schedule.expert_choice import expert_description  # noqa: PLC0415
     from counterpoint.schedule.expert_schedules import ExpertProblem  # noqa: PLC0415
 
-    with _fields_as_options():
+    with _fields_as_options(OPTIONS | {"chunks": "--groups"}):
         question = ExpertQuestion(
             problem=ExpertProblem(
                 operation=operation,
@@ -352,12 +352,12 @@ def _routing(named: str, num_ranks: int, num_rows: int, num_experts: int) -> Rou
 
 
 @contextmanager
-def _fields_as_options() -> Iterator[None]:
+def _fields_as_options(options: Mapping[str, str] = OPTIONS) -> Iterator[None]:
     """Make errors about a field name the option that was typed: errors that start with its name, and any `num_` field."""
     try:
         yield
     except ScheduleError as problem:
-        message = re.sub(r"^\w+\b|\bnum_\w+", lambda found: OPTIONS.get(found[0], found[0]), str(problem))
+        message = re.sub(r"^\w+\b|\bnum_\w+", lambda found: options.get(found[0], found[0]), str(problem))
         raise ScheduleError(message) from problem
 
 

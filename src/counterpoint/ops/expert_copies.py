@@ -176,6 +176,10 @@ class ExpertCopies(AbstractExpertCopies):
         send_rows(sending, gathered, ends, is_own_only=True)
         self._placed = Placed(memory, landed.shape[0], ends)
 
+    def drop_placed(self) -> None:
+        """See `AbstractExpertCopies.drop_placed`."""
+        self._placed, self._have_met = None, False
+
     def _placed_rows(self, rows: Rows) -> "Placed | None":
         """Return this rank's own rows of the present call, if they were placed and the memory is still the same."""
         placed, self._placed = self._placed, None

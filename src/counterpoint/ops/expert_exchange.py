@@ -175,7 +175,14 @@ class AbstractExpertCopies(AbstractExpertExchange):
     @abstractmethod
     def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
         """Put contiguous tokens for this rank's own experts into `ExpertRegion.DISPATCH` before the host knows the counts,
-        if it has room and there is a kernel for it. The next `dispatch` of rows that were ready finds them there.
+        if it has room and there is a kernel for it. The next `dispatch` of rows that were ready finds them there. If there
+        is none, `drop_placed` comes next.
+        """
+
+    @abstractmethod
+    def drop_placed(self) -> None:
+        """Give up what `place_ahead` placed, on all ranks. A rank may place it after others have gone on, so before the next
+        pass sends rows to a rank, it waits until that rank has begun the pass.
         """
 
     # what `expert_ahead.py` needs

@@ -99,7 +99,8 @@ class ExpertCall:
 
     def keeps(self, routing: ExpertRouting) -> bool:
         """Return whether the tokens that arrive are kept for the gradients of weights."""
-        return self._called.keeps_tokens or (self._called.schedule is None and routing.is_small)
+        is_asked = self._called.keeps_tokens or (self._called.schedule is None and routing.is_small)
+        return routing.has_gradients and is_asked
 
     def settle(self, gathered: torch.Tensor) -> ExpertRouting:
         """Return the routing; a call whose results were saved finds it in what it gathered."""
@@ -143,10 +144,11 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             layer_of_call = _as_layer(operands, is_fp8=call.is_fp8)
             routing = call.route(layer_of_call[0], layer_of_call[1].ups)
             keeps_tokens = of_ups and call.keeps(routing)
-            named = {"is_sent_again": of_ups and not keeps_tokens, "keeps_tokens": keeps_tokens}
+            is_sent_again = of_ups and routing.has_gradients and not keeps_tokens
+            named = {"is_sent_again": is_sent_again, "keeps_tokens": keeps_tokens}
             with routing.forward():
                 results, kept = ffn(routing, call.activation, layer_of_call, **named)
-            if any(ctx.needs_input_grad):
+            if routing.has_gradients:
                 routing.count_kept((results, *kept))
             return [routing.gathered, results, *kept]
 
@@ -193,7 +195,7 @@ class Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is untyp
             keeps_tokens = ctx.needs_input_grad[2] and call.keeps(routing)
             with routing.forward():
                 products, kept = dispatch_multiply(routing, tokens, linear, keeps_tokens=keeps_tokens)
-            if any(ctx.needs_input_grad):
+            if routing.has_gradients:
                 routing.count_kept((*products, *kept))
             return [routing.gathered, *kept, *products]
 

@@ -108,7 +108,7 @@ class LibraryCombine(AbstractCombine):
         """See `AbstractCombine.results`."""
         layout, groups = self._rows.layout, self._groups
         found = self._rows.format.empty(layout.num_tokens)
-        computed = groups[0] if len(groups) == 1 else torch.cat(groups) if groups else self._rows.format.empty(0)
+        computed = groups[0] if len(groups) == 1 else torch.cat(groups)
         back = computed.index_select(0, self._rows.sorting.places.order_back)
         self._library.together(library_all_to_all, found, back, layout.sent_rows, layout.received_rows)
         groups.clear()

@@ -68,6 +68,9 @@ class ExpertMessages(AbstractExpertCopies):
     def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
         """See `AbstractExpertCopies.place_ahead`. A dispatch places them here."""
 
+    def drop_placed(self) -> None:
+        """See `AbstractExpertCopies.drop_placed`."""
+
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`."""
         return True
@@ -77,7 +80,8 @@ class ExpertMessages(AbstractExpertCopies):
         num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
         layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 1)
-        is_sound = int(counts.min()) >= 0 and torch.equal(counts.sum((1, 2)), sums)
+        is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
+        is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
         if not is_sound or layout.most_grouped > landed.shape[0]:
             return torch.zeros(layout.num_experts, dtype=torch.int32)
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))

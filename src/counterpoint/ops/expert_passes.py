@@ -242,7 +242,7 @@ def dispatch_multiply_backward(
             combine.add(group.number, multiply(gradients[group.number], _part_of(weights, group.experts), experts))
     if dispatch is not None:
         rows = _all_arrived(dispatch, routing)
-    found = _of_linear((_joined(gradients, weights), rows), routing, has_bias=wanted.up_biases)
+    found = _of_linear((_joined(gradients), rows), routing, has_bias=wanted.up_biases)
     of_tokens = combine.results() if combine is not None else None
     work.finish()
     return of_tokens, *found
@@ -273,14 +273,12 @@ def multiply_combine_backward(
         rows = dispatch.group(group.number)
         if wanted.tokens:
             of_inputs[group.number] = multiply(rows, _part_of(weights, group.experts), experts)
-    joined = _joined(inputs, weights, is_inner=True) if wanted.down else None
+    joined = _joined(inputs) if wanted.down else None
     of_linear = _of_linear((dispatch.all_rows(), joined), routing, has_bias=wanted.down_bias)
     work.finish()
     return of_inputs, of_linear
 
 
-def _joined(groups: Matrices, weights: torch.Tensor, *, is_inner: bool = False) -> torch.Tensor:
+def _joined(groups: Matrices) -> torch.Tensor:
     """Return the rows of all groups."""
-    if len(groups) == 1:
-        return groups[0]
-    return torch.cat(list(groups)) if groups else weights.new_empty(0, weights.shape[2 if is_inner else 1])
+    return groups[0] if len(groups) == 1 else torch.cat(list(groups))

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import msgspec
+import numpy as np
 import torch
 
 from counterpoint.errors import OperatorError, ScheduleError
@@ -62,6 +63,11 @@ class ExpertRouting:
         self._sorting, self._device = Sorting(self.layout, on_device), on_device.device
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether any rank's call has gradients."""
+        return split_last(self.gathered.numpy())[1]
+
+    @property
     def is_small(self) -> bool:
         """Whether so few tokens arrive that keeping them for backward costs less than sending them again."""
         return not size_for(self.pair_bytes).num_groups
@@ -104,14 +110,16 @@ class ExpertRouting:
         """Return what moves the rows of a pass that uses these regions, with their memory reserved."""
         experts = self.runtime.experts()
         self.runtime.agreement.num_calls += 1
-        if not self.num_pieces or experts.copies is None:
+        if experts.copies is None:
             return experts.library
-        needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
-        if self.ahead is not None and not experts.copies.holds(needed):
-            self.drop()  # the memory of its rows is about to be replaced
-        if experts.reserve(needed):
-            return experts.copies
-        experts.num_refused += bool(was_refused)
+        if self.num_pieces:
+            needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
+            if self.ahead is not None and not experts.copies.holds(needed):
+                self.drop()  # the memory of its rows is about to be replaced
+            if experts.reserve(needed):
+                return experts.copies
+            experts.num_refused += bool(was_refused)
+        experts.copies.drop_placed()
         return experts.library
 
     def begun(self, ahead: AheadDispatch | None) -> "ExpertRouting":
@@ -177,7 +185,12 @@ class Called(NamedTuple):
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
         kept = " keeping tokens" * self.keeps_tokens + " beside something else" * self.has_beside
-        return f"{self.operator} of experts {self.sizes} {str(self.tokens.dtype).removeprefix('torch.')}{named}{kept}"
+        return f"{words_of(self.operator, self.sizes, self.tokens.dtype)}{named}{kept}"
+
+
+def words_of(operator: str, sizes: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Describe an operator with its sizes of experts and type for the other ranks."""
+    return f"{operator} of experts {sizes} {str(dtype).removeprefix('torch.')}"
 
 
 def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], beside: Callable[[], None]) -> ExpertRouting:
@@ -214,6 +227,8 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     except OperatorError:
         if ahead is not None:
             ahead.drop()
+        elif experts.copies is not None:
+            experts.copies.drop_placed()
         raise
     if begins_ahead(found.pair_bytes, has_beside=call.has_beside):
         experts.expected.learn(words, found.layout.most_grouped)
@@ -262,7 +277,8 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
     counts, (sums, has_gradients) = found[:, :-1], split_last(found)
     shaped = counts.reshape(num_ranks, num_ranks, -1)
     pairs = pair_rows(shaped)
-    if [sum(row) for row in pairs] != sums or counts.min() < 0:
+    # negative counts are large as unsigned numbers; sums of small ones cannot wrap around
+    if [sum(row) for row in pairs] != sums or counts.view(np.uint64).max() > max(sums):
         _refuse_sums(call.operator, counts, sums)
     is_copied = runtime.experts().copies is not None
     pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
@@ -281,8 +297,8 @@ def split_last(found: Counts) -> tuple[list[int], bool]:
 
 
 def _refuse_sums(operator: str, counts: Counts, wanted: Sequence[int]) -> NoReturn:
-    sums, least = counts.sum(1), counts.min(1)
-    rank = int(((sums != wanted) | (least < 0)).argmax())
+    sums, least = [sum(row) for row in counts.tolist()], counts.min(1).tolist()
+    rank = next(rank for rank, rows in enumerate(wanted) if sums[rank] != rows or least[rank] < 0)
     if least[rank] == NOT_WHOLE:
         raise OperatorError(
             f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is none. Count the "

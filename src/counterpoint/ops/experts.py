@@ -12,8 +12,10 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from counterpoint.errors import OperatorError
+from counterpoint.ops.arguments import is_dense
 from counterpoint.ops.expert_functions import Combine, Dispatch, ExpertCall, ExpertFfn
-from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert
+from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, words_of
 from counterpoint.ops.gated_activation import Activation
 from counterpoint.ops.grouped_matmul import obstacle_to_fp8
 from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
@@ -100,7 +102,7 @@ def dispatch_grouped_matmul(
     """Run the first half of `expert_ffn`: all ranks' tokens for this rank's experts, times these experts' weights, plus the
     bias.
 
-    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; none if no rows came.
+    (T, dim), (E, N, dim), (E, N) -> (rows, N) of each group of experts that was computed together; (0, N) if no rows came.
     Rows are in the order of experts, and within an expert in the order of source ranks. The routing says how many there
     are, and `grouped_matmul_combine` uses it to bring rows back. `keeps_tokens` as in `expert_ffn`. Raises `OperatorError`.
     """
@@ -128,10 +130,18 @@ def grouped_matmul_combine(
     (rows, K) of each group, (E, dim, K), (E, dim) -> (T, dim): groups as `dispatch_grouped_matmul` returned them, results
     in the order of its tokens. Raises `OperatorError`.
     """
+    if not isinstance(routing, ExpertRouting):
+        raise OperatorError(
+            "grouped_matmul_combine takes the routing that dispatch_grouped_matmul returns; found a value of type "
+            f"{type(routing).__name__}. Pass it."
+        )
     problem = _problem_of_combine(inputs, weights, routing)
     problem = problem or _problem_of_biases("grouped_matmul_combine", [weights], [bias])
     if problem:
         routing.runtime.refuse(problem)
+    sizes = (*weights.shape, *_sizes_of_biases([bias]))
+    routing.runtime.agreement.num_calls += 1
+    routing.runtime.experts().agree(words_of("grouped_matmul_combine", sizes, weights.dtype))
     found: torch.Tensor = Combine.apply(routing, weights, bias, *inputs)
     return found
 
@@ -198,6 +208,9 @@ def _sizes_of_biases(biases: Biases) -> tuple[int, ...]:
 def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, routing: ExpertRouting) -> str:
     name, layout = "grouped_matmul_combine", routing.layout
     wanted = [group.rows.stop - group.rows.start for group in layout.groups]
+    if not isinstance(inputs, Sequence) or not isinstance(weights, torch.Tensor):
+        wrong = weights if isinstance(inputs, Sequence) else inputs
+        return f"{name} takes a list of matrices and a tensor; found a value of type {type(wrong).__name__}. Pass both."
     found = [each.shape[0] if isinstance(each, torch.Tensor) and each.dim() == 2 else None for each in inputs]
     if found != wanted:
         return f"{name} takes matrices of {wanted} rows for this routing; found {found}. Pass those of the dispatch."
@@ -208,6 +221,9 @@ def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, r
 
 def _problem_of(operator: str, rows: torch.Tensor, weights: torch.Tensor, num_inner: int) -> str:
     """Return what is wrong with rows and weights that are to be multiplied along `num_inner` numbers."""
+    sparse = next((each for each in (rows, weights) if not is_dense(each)), None)
+    if sparse is not None:
+        return f"{operator} multiplies dense matrices; found one of layout {sparse.layout}. Call to_dense() on it."
     if rows.device != weights.device:
         return f"{operator} needs its operands on one device; found {rows.device} and {weights.device}. Move one."
     if rows.dtype != weights.dtype:

@@ -15,9 +15,11 @@ silu = torch.nn.functional.silu
 
 
 def activate(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the activation of one or two matrices (n, hidden)."""
+    """Return the activation of one or two matrices (n, hidden), in their type: under autocast a function may return another,
+    which the next matmul would not take.
+    """
     if activation is not None:
-        return activation(*inputs)
+        return activation(*inputs).to(inputs[0].dtype)
     if _is_fused(inputs):
         from counterpoint.ops.expert_kernels import gate  # noqa: PLC0415  needs Triton
 
@@ -63,5 +65,5 @@ def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
 def _differentiated(activation: Activation, inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> list[torch.Tensor]:
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in inputs]
-        result = activation(*leaves)
-    return [result.detach(), *torch.autograd.grad(result, leaves, gradient)]
+        result = activate(activation, leaves)
+    return [result.detach(), *torch.autograd.grad(result, leaves, gradient, materialize_grads=True)]

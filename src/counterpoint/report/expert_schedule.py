@@ -129,7 +129,7 @@ def _rows(found: ExpertSummary) -> object:
 def _remarks(found: ExpertSummary) -> list[str]:
     return [
         *traffic_lines(found, format_count(found.traffic.num_matmuls, "grouped matmul")),
-        f"For these sizes, a call uses {found.pick.description.label()}: {found.pick.reason}.",
+        f"For these sizes, a call with gradients uses {found.pick.description.label()}: {found.pick.reason}.",
     ]
 
 

@@ -184,7 +184,7 @@ def times_table(found: EstimatedSchedule, sequential: str) -> Table:
     table.columns[-1].justify = "left"
 
     def add(name: str, time_us: float, remark: str, style: str = "") -> None:
-        change = format_change(time_us / found.sequential_us - 1) if time_us != found.sequential_us else ""
+        change = "" if found.sequential_us in (0, time_us) else format_change(time_us / found.sequential_us - 1)
         between = [format_span(*bounds.around(time_us))] if bounds else []
         table.add_row(Text(name, style=style), format_us(time_us), *between, change, Text(remark, style="dim"))
 

@@ -101,8 +101,9 @@ class ExpertLayout:
         """Yield the groups of a rank, given where its experts' rows end."""
         number = start = first = 0
         begins_cut, num_rows = False, ends[-1]
-        for half in range(1, 2 * self.num_groups - 2, 2):
-            stop = half * num_rows // (2 * self.num_groups - 2)
+        num_parts = num_parts_of(self.num_groups)
+        for part in range(1, num_parts, 2):
+            stop = part * num_rows // num_parts
             last = bisect_left(ends, stop)
             begin = ends[last - 1] if last else 0
             is_cut = ends[last] - begin >= LEAST_CUT_ROWS
@@ -201,6 +202,11 @@ class ExpertLayout:
     def most_returned(self) -> int:
         """Number of rows of the rank to which the other ranks return most."""
         return max(sum(row) - row[rank] for rank, row in enumerate(self.pairs))
+
+
+def num_parts_of(num_groups: int) -> int:
+    """Return how many parts of equally many rows so many groups have: the first and the last group are one, others two."""
+    return max(1, 2 * num_groups - 2)
 
 
 def pair_rows(counts: Counts) -> Pairs:

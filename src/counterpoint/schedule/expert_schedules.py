@@ -147,7 +147,7 @@ def _require_description(description: ScheduleDescription) -> None:
     require(
         description.chunk_growth == 1 and description.num_compute_streams == 1,
         ScheduleError,
-        "Groups of experts have about equal numbers of rows and run on one computation stream; found "
+        "Groups of experts do not grow from one to the next and run on one computation stream; found "
         f"chunk_growth {description.chunk_growth:g} and {description.num_compute_streams} streams. Choose 1 and "
         "1.",
     )

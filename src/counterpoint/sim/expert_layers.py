@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from counterpoint.schedule.expert_choice import obstacle_to_exchange, size_for
+from counterpoint.schedule.expert_layout import num_parts_of
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.matmul_pairs import MatmulPair
@@ -142,10 +143,11 @@ class ExpertModel:
         if that is more; plus the copy of results to their rows."""
         copied_us = self._costs.copied_us(collective)
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls)
-        hidden_us = matmuls_us * (num_groups - 1) / num_groups
+        share = 1 / num_parts_of(num_groups)
+        hidden_us = matmuls_us * (1 - share)
         placed_bytes = 2 * sum(collective.parts.received_bytes) if is_combine and collective.parts else 0
         placed_us = US_PER_S * placed_bytes / self._costs.hbm_bytes_per_s
-        return max(copied_us / num_groups, copied_us - hidden_us) + placed_us
+        return max(copied_us * share, copied_us - hidden_us) + placed_us
 
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
         """Return the layer's next matmul after these, which needs their results."""

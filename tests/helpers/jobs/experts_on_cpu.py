@@ -29,7 +29,7 @@ from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
-from helpers.experts_definition import DIM, HIDDEN, Experts, check_fp8, compare, silu
+from helpers.experts_definition import DIM, HIDDEN, Experts, both_halves, check_fp8, compare, silu, whole_layer, with_shared
 from helpers.gloo_sections import report, run_sections
 
 D = ScheduleDescription
@@ -81,6 +81,25 @@ def partly_frozen() -> None:
         rest = [place for place in range(4) if place != frozen]
         compare([operands[place].grad for place in rest], [wanted[1 + place] for place in rest], 1e-12)
     report("partly frozen")
+
+
+def without_gradients() -> None:
+    """A call without gradients keeps nothing for them, and holds no memory for tokens that are sent again."""
+    experts, counted = Experts(random.Random(4), torch.float64, kind="random"), calls_of(dist.group.WORLD.group_name)
+    wanted, held, kept = experts.expected()[:1], [], []
+    for schedule, keeps_tokens, has_gradients in itertools.product((COPIES, None), (False, True), (False, True)):
+        ops.release()
+        counted.most_kept_bytes = 0
+        with torch.set_grad_enabled(has_gradients):
+            for layer in (whole_layer, both_halves):
+                tokens, weights = experts.own()
+                compare([layer(experts, weights, tokens, schedule=schedule, keeps_tokens=keeps_tokens)], wanted, 1e-12)
+        held.append(ops.pool_report()[0].num_bytes)
+        kept.append(counted.most_kept_bytes)
+    assert not any(kept[::2]), kept
+    assert all(kept[1::2]), kept
+    assert held[0] == held[2] == held[3] < held[1], "only tokens that are sent again need more"
+    report("without gradients")
 
 
 def activations() -> None:
@@ -358,34 +377,6 @@ def ahead() -> None:
     report("ahead")
 
 
-def whole_layer(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer in one call."""
-    w1, w2, w3 = weights
-    return ops.expert_ffn(tokens * 1, experts.counts[experts.rank], w1, w2, w3, **options)
-
-
-def with_shared(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer, and a shared expert that runs while tokens are in transit."""
-    rows, made = tokens * 1, []
-    w1, w2, w3 = weights
-
-    def beside() -> None:
-        made.append(silu(rows @ w1[0].T) @ w2[0].T)
-
-    routed = ops.expert_ffn(rows, experts.counts[experts.rank], w1, w2, w3, beside=beside, **options)
-    (shared,) = made
-    return routed + shared
-
-
-def both_halves(experts: Experts, weights: list[torch.Tensor], tokens: torch.Tensor, **options: object) -> torch.Tensor:
-    """The layer by its halves."""
-    w1, w2, w3 = weights
-    num_hidden = w1.shape[1]
-    both, routing = ops.dispatch_grouped_matmul(tokens * 1, experts.counts[experts.rank], torch.cat([w1, w3], 1), **options)
-    hidden = [silu(each[:, :num_hidden]) * each[:, num_hidden:] for each in both]
-    return ops.grouped_matmul_combine(hidden, w2, routing)
-
-
 def error_beside() -> None:
     """An error of one rank in what it computes beside its rows is raised there, when the rows are through; all go on."""
     experts = Experts(random.Random(21), torch.float64, kind="random")
@@ -440,6 +431,7 @@ def faults() -> None:
     counts, is_wrong = experts.counts[experts.rank], experts.rank == 1
     first, second, *rest = counts
     too_many, negative = [first + 1, second, *rest], [first + second + 1, -1, *rest]
+    wrapping = [2**63 - 1, 2**63 - 1, 2 + sum(counts), 0]  # in 64 bits their sum is right
 
     def call(
         hidden: int, rows: object = tokens, counts: object = counts, w2: torch.Tensor | None = None, **more: object
@@ -448,9 +440,14 @@ def faults() -> None:
         w1 = torch.ones(2, hidden, DIM, dtype=torch.float64)
         ops.expert_ffn(rows, counts, w1, w1.mT if w2 is None else w2, **more)  # type: ignore[arg-type]
 
+    def second_half(weights: torch.Tensor | None) -> None:
+        groups, routing = ops.dispatch_grouped_matmul(tokens, counts, torch.ones(2, 4, DIM, dtype=torch.float64))
+        ops.grouped_matmul_combine(groups, weights, routing)  # type: ignore[arg-type]
+
     bad = {
         "counts that do not add up": lambda: call(1, counts=too_many if is_wrong else counts),
         "negative counts": lambda: call(1, counts=negative if is_wrong else counts),
+        "counts that wrap around": lambda: call(1, counts=wrapping if is_wrong else counts),
         "fractions": lambda: call(1, counts=torch.tensor(counts) + 0.25 * is_wrong),
         "no number": lambda: call(1, counts=torch.tensor([*counts[1:], math.nan]) if is_wrong else counts),
         "no counts": lambda: call(14, counts=None if is_wrong else counts),
@@ -461,12 +458,15 @@ def faults() -> None:
         "a count is missing": lambda: call(4, counts=counts[is_wrong:]),
         "types differ": lambda: call(6, tokens.float() if is_wrong else tokens),
         "shapes do not fit": lambda: call(5, w2=torch.ones(2, 5, DIM, dtype=torch.float64) if is_wrong else None),
+        "sparse tokens": lambda: call(17, tokens.detach().to_sparse() if is_wrong else tokens),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
         "an activation by name": lambda: call(16, activation="gelu" if is_wrong else None),
         "no schedule": lambda: call(8, schedule="ring"),
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
         "fp8 of other types": lambda: call(13, is_fp8=True),
         "a bias does not fit": lambda: call(11, biases=[tokens if is_wrong else None, None]),
+        "second halves differ": lambda: second_half(torch.ones(2, 3 + is_wrong, 4, dtype=torch.float64)),
+        "a second half without weights": lambda: second_half(None if is_wrong else torch.ones(2, 6, 4, dtype=torch.float64)),
         "a schedule that does not fit": lambda: call(9, schedule=D(pattern="ring")),
         "after all that": lambda: call(1),
         "refused when agreed": lambda: call(1, counts=counts[is_wrong:]),
@@ -485,6 +485,7 @@ def faults() -> None:
 def a_rank_ends() -> None:
     """One rank ends between dispatch and combine; the others get one line."""
     experts = Experts(random.Random(9), torch.float64, kind="random", num_local=2)
+    experts.found_by_halves(COPIES)  # the ranks agree on these calls
     tokens, (w1, w2, _) = experts.own()
     hidden, routing = ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], w1, schedule=COPIES)
     if experts.rank == 1:

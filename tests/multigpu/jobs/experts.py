@@ -125,6 +125,7 @@ def faults() -> None:
 def a_rank_stays_away() -> None:
     """Rank 1 does not come to the combine; rank 0 is told, and does not hang."""
     experts = Experts(random.Random(18), torch.bfloat16, kind="random", num_local=2, scale=8)
+    experts.found_by_halves(COPIES)  # the ranks agree on these calls
     tokens, (w1, w2, _) = experts.own()
     hidden, routing = ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], w1, schedule=COPIES)
     torch.cuda.synchronize()
