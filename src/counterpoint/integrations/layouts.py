@@ -137,11 +137,17 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh
 
 
 def gathering_hook(module: nn.Module) -> GatheringHook | None:
-    """Return the hook that gathers sequence-sharded inputs before the module runs, if there is one."""
+    """Return the hook that gathers sequence-sharded inputs before the module runs, if there is one.
+
+    One that makes inputs local (`use_local_output`) is left alone: the module may use them beside plain tensors, and DTensor
+    would refuse to mix these with a sharded input.
+    """
     for key, hook in module._forward_pre_hooks.items():
         found = closure_of(hook)
         style, mesh = found.get("self"), found.get("device_mesh")
         if not isinstance(style, PrepareModuleInput) or style.with_kwargs or not style.input_layouts:
+            continue
+        if style.use_local_output:
             continue
         pairs = enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         positions = tuple(number for number, (given, wanted) in pairs if is_sequence(given) and wanted == Replicate())

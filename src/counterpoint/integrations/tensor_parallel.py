@@ -154,7 +154,7 @@ def _take_column(
             "the input arrives whole, so there is nothing to gather in the forward pass"
             if key is None
             else "the input arrives whole, so there is nothing to gather. Give the module around it "
-            "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())"
+            "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), without use_local_output"
         )
     return None
 

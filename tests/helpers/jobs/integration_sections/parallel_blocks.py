@@ -75,11 +75,14 @@ def parallelize_block(block: Block, mesh: DeviceMesh, *, is_annotated: bool = Fa
     return parallelize_module(block, mesh, plan)
 
 
-def parallelize_feed_forward(mlp: FeedForward, mesh: DeviceMesh) -> FeedForward:
-    """Split one over the ranks of a mesh, as `parallelize_block` does."""
+def parallelize_feed_forward(mlp: FeedForward, mesh: DeviceMesh, *, use_local_output: bool = False) -> FeedForward:
+    """Split one over the ranks of a mesh, as `parallelize_block` does; its input is a DTensor unless it has to be local."""
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
     parallelize_module(mlp, mesh, plan)
-    return parallelize_module(mlp, mesh, PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()))
+    whole = PrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=use_local_output
+    )
+    return parallelize_module(mlp, mesh, whole)
 
 
 def block_results(block: nn.Module, batch: int, length: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

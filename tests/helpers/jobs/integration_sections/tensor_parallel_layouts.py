@@ -7,13 +7,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
 from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close, refused
 from integration_sections.layered import gradients
-from integration_sections.parallel_blocks import FeedForward, block_results
+from integration_sections.parallel_blocks import FeedForward, block_results, parallelize_feed_forward
 
 
 class Between(FeedForward):
@@ -48,6 +49,32 @@ def tensor_parallel_hands_dtensors_on() -> None:
             assert output.placements == (Shard(1),)
             found += block_results(mlp, 1, 4 * dist.get_world_size())
         results.append(found)
+    assert_close(results[1], results[0], 1e-12)
+
+
+class Routed(FeedForward):
+    """It uses its input beside plain parameters, too, and draws random numbers for it."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.router = nn.Linear(features, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.dropout(x)) * self.router(x).mean()
+
+
+def tensor_parallel_leaves_local_inputs() -> None:
+    """A module whose inputs are gathered to plain tensors gets them so, and may use them as it likes."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    results: list[list[torch.Tensor]] = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        mlp = parallelize_feed_forward(Routed(64).to(DEVICE, torch.float64), mesh, use_local_output=True)
+        if is_ours:
+            overlapped = tensor_parallel.overlap(mlp)
+            assert overlapped.taken == ["down"]
+            assert "without use_local_output" in str(overlapped)
+        results.append(block_results(mlp, 1, 4 * dist.get_world_size()))
     assert_close(results[1], results[0], 1e-12)
 
 
