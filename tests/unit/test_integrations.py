@@ -60,6 +60,7 @@ SECTIONS = (
     "tensor_parallel_annotated",
     "tensor_parallel_hands_dtensors_on",
     "tensor_parallel_leaves_local_inputs",
+    "tensor_parallel_lays_gradients_out_alike",
     "tensor_parallel_frozen",
     "tensor_parallel_refuses",
     "tensor_parallel_left_to_dtensor",

@@ -178,7 +178,10 @@ class RowwiseForward:
         if bias is None and self._is_output_local:
             return product
         output = DTensor.from_local(product.contiguous(), self._mesh, [Shard(self._dim)], run_check=False)
-        return output if bias is None else output + cast_for_matmul(bias)
+        if bias is None:
+            return output
+        # to where it is already: backward adds up the ranks' parts of its gradient, as in the original forward
+        return output + cast_for_matmul(bias.redistribute(placements=bias.placements))
 
 
 @final

@@ -78,6 +78,22 @@ def tensor_parallel_leaves_local_inputs() -> None:
     assert_close(results[1], results[0], 1e-12)
 
 
+def tensor_parallel_lays_gradients_out_alike() -> None:
+    """An optimizer that reads local gradients finds what it would find without us, also of a bias."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    found = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        mlp = parallelize_feed_forward(FeedForward(64).to(DEVICE, torch.float64), mesh)
+        if is_ours:
+            assert len(tensor_parallel.overlap(mlp).taken) == 3
+        block_results(mlp, 1, 4 * dist.get_world_size())
+        found.append({name: each.grad for name, each in mlp.named_parameters() if each.grad is not None})
+    bare, ours = found
+    assert {name: each.placements for name, each in ours.items()} == {name: each.placements for name, each in bare.items()}
+    assert_close([each.to_local() for each in ours.values()], [each.to_local() for each in bare.values()], 1e-12)
+
+
 def tensor_parallel_refuses() -> None:
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh(DEVICE.type, (num_ranks,))
