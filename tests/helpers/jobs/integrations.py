@@ -85,8 +85,8 @@ from integration_sections.tensor_parallel_blocks import (
 )
 from integration_sections.tensor_parallel_layouts import (
     tensor_parallel_hands_dtensors_on,
-    tensor_parallel_leaves_local_inputs,
     tensor_parallel_lays_gradients_out_alike,
+    tensor_parallel_leaves_local_inputs,
     tensor_parallel_left_to_dtensor,
     tensor_parallel_neighbors_part,
     tensor_parallel_refuses,
