@@ -79,9 +79,7 @@ def parallelize_feed_forward(mlp: FeedForward, mesh: DeviceMesh, *, use_local_ou
     """Split one over the ranks of a mesh, as `parallelize_block` does; its input is a DTensor unless it has to be local."""
     plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
     parallelize_module(mlp, mesh, plan)
-    whole = PrepareModuleInput(
-        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=use_local_output
-    )
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=use_local_output)
     return parallelize_module(mlp, mesh, whole)
 
 
