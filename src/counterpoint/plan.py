@@ -265,8 +265,10 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def check_plan_name(path: Path) -> None:
-    """Raise `PlanError` for a file whose name says that it is not TOML."""
-    require(path.suffix != ".json", PlanError, f"A plan file must end in .toml; found '{shown(path.name)}'. Rename it.")
+    """Raise `PlanError` for a file whose name does not say that it is TOML: it might be a trace, which would be lost."""
+    require(
+        path.suffix.lower() == ".toml", PlanError, f"A plan file must end in .toml; found '{shown(path.name)}'. Rename it."
+    )
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -118,13 +118,16 @@ def test_a_plan_replaces_an_older_one_and_leaves_no_other_file(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
 
 
+@pytest.mark.parametrize("name", ["plan.json", "rank0.json.gz", "plan"])
 @pytest.mark.parametrize("arguments", [("tune", "cb_ar_opt2"), ("run", "--tune")])
-def test_a_plan_whose_name_says_json_is_refused_before_any_work(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    wanted = tmp_path / "plan.json"
+def test_a_plan_whose_name_does_not_say_toml_is_refused_before_any_work(
+    arguments: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    wanted = tmp_path / name
     command = ("--", "touch", str(tmp_path / "worked")) if "run" in arguments else ()
     done = counterpoint(*arguments, "-o", str(wanted), *command)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "counterpoint: A plan file must end in .toml; found 'plan.json'. Rename it.\n"
+    assert done.stderr == f"counterpoint: A plan file must end in .toml; found '{name}'. Rename it.\n"
     assert list(tmp_path.iterdir()) == []
 
 
