@@ -21,6 +21,14 @@ def is_dense(given: object) -> bool:
     return isinstance(given, torch.Tensor) and given.layout == torch.strided
 
 
+def problem_of_layouts(operator: str, operands: Iterable[object]) -> str:
+    """Return which tensor of some operands is not dense, in one line, or nothing."""
+    sparse = next((each for each in operands if isinstance(each, torch.Tensor) and not is_dense(each)), None)
+    if sparse is None:
+        return ""
+    return f"{operator} multiplies dense matrices; found one of layout {sparse.layout}. Call to_dense() on it."
+
+
 def refuse_arguments(
     operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None, num_rows: object = None
 ) -> NoReturn:
@@ -40,11 +48,9 @@ def _problem_of(operation: Operation, left: object, weight: object) -> str:
     """Return what is wrong with operands that are no dense tensors, in one line, or nothing."""
     if not isinstance(left, torch.Tensor):
         return f"{operation} takes a tensor as its {OPERATORS[operation].left_name}; {_found(left)}. Pass a tensor."
-    sparse = next(
-        (each for each in (left, *_several(weight)) if isinstance(each, torch.Tensor) and not is_dense(each)), None
-    )
-    if sparse is not None:
-        return f"{operation} multiplies dense matrices; found one of layout {sparse.layout}. Call to_dense() on it."
+    problem = problem_of_layouts(operation, (left, *_several(weight)))
+    if problem:
+        return problem
     if isinstance(weight, torch.Tensor):
         return ""
     if not OPERATORS[operation].takes_several_weights:

@@ -60,7 +60,7 @@ class ExpertRouting:
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
         self.was_dropped = False  # whether it has begun in vain: then copies follow its kernel
-        self._sorting, self._device = Sorting(self.layout, on_device), on_device.device
+        self._sorting = Sorting(self.layout, on_device)
 
     @property
     def has_gradients(self) -> bool:
@@ -100,9 +100,9 @@ class ExpertRouting:
 
     @cached_property
     def _rows_of_groups(self) -> list[ExpertRows]:
-        ends, is_pinned = self.layout.group_ends, self._device.type == "cuda"
-        found = torch.tensor([each for part in ends for each in part], dtype=torch.int32, pin_memory=is_pinned)
-        on_device = found.to(self._device, non_blocking=True)  # the host does not wait
+        ends, device = self.layout.group_ends, self._sorting.gathered.device
+        found = torch.tensor([each for part in ends for each in part], dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_device = found.to(device, non_blocking=True)  # the host does not wait
         parts = on_device.split(list(map(len, ends)))
         return [ExpertRows(_lengths(each), part) for each, part in zip(ends, parts, strict=True)]
 

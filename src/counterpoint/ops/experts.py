@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import OperatorError
-from counterpoint.ops.arguments import is_dense
+from counterpoint.ops.arguments import problem_of_layouts
 from counterpoint.ops.expert_functions import Combine, Dispatch, ExpertCall, ExpertFfn
 from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, words_of
 from counterpoint.ops.gated_activation import Activation
@@ -221,9 +221,9 @@ def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, r
 
 def _problem_of(operator: str, rows: torch.Tensor, weights: torch.Tensor, num_inner: int) -> str:
     """Return what is wrong with rows and weights that are to be multiplied along `num_inner` numbers."""
-    sparse = next((each for each in (rows, weights) if not is_dense(each)), None)
-    if sparse is not None:
-        return f"{operator} multiplies dense matrices; found one of layout {sparse.layout}. Call to_dense() on it."
+    problem = problem_of_layouts(operator, (rows, weights))
+    if problem:
+        return problem
     if rows.device != weights.device:
         return f"{operator} needs its operands on one device; found {rows.device} and {weights.device}. Move one."
     if rows.dtype != weights.dtype:
