@@ -13,6 +13,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
     [
         ("results", "results"),
         ("stress", "stress of 1000"),
+        ("first_groups_ahead", "first groups ahead"),
         ("other_types", "other types"),
         ("biases_and_fp8", "biases and fp8"),
         ("no_memory", "no memory"),

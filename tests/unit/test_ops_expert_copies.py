@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -57,6 +57,7 @@ class Exchange:
         self._group, self._rank, self.rank = group, rank, rank
         self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
         self._order, self._num_ranks, self.device = MagicMock(), len(group.memory), "cpu"
+        self._placed, self._vectors = None, {}
         self.signals = self.blocks = self
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
@@ -88,16 +89,20 @@ class Exchange:
     def mark(self) -> None: ...
 
 
-def send_rows(sending: Any, gathered: Any, ends: Any, *, is_own_only: bool = False) -> None:
+def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, *, is_own_only: bool = False) -> None:
     """What the kernel of that name does, block by block."""
     size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
     counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
     layout = importlib.import_module("counterpoint.schedule.expert_layout").ExpertLayout(counts, sending.rank, 1)
-    has_room = counts.sum((0, 2)) <= len(sending.landed)
+    has_room, num_experts = counts.sum((0, 2)) <= len(sending.landed), counts.shape[2]
+    numbers = [num_experts] * num_ranks if firsts is None else firsts.numbers.tolist()
+    if firsts is not None:
+        has_room &= [counts[:, rank, :number].sum() <= firsts.most_rows for rank, number in enumerate(numbers)]
     for peer in [sending.rank] if is_own_only else range(num_ranks):
         target = sending.landed.data_ptr() if peer == sending.rank else int(sending.addresses[peer])
+        first_row = counts[:, peer, : numbers[peer]].sum()
         for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
-            if has_room[peer]:
+            if has_room[peer] and (peer == sending.rank or placed < first_row):
                 ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
     ends.copy_(torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank]))
 
@@ -164,17 +169,19 @@ def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num
             each.join()
 
 
+@pytest.mark.parametrize("num_first", [0, 1, 2], ids=["all", "one first", "two first"])
 @pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool, num_first: int
 ) -> None:
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
+    kernels.FirstExperts = namedtuple("FirstExperts", "numbers most_rows")  # type: ignore[attr-defined]
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    for name in ("send_ahead", "await_ahead", "end_ahead", "_ends_of"):
+    for name in ("send_ahead", "await_ahead", "end_ahead", "dispatch", "_ends_of", "_on_gpu", "_placed_rows"):
         monkeypatch.setattr(Exchange, name, getattr(copies.ExpertCopies, name), raising=False)
     exchanges, ahead, layouts = (
         importlib.import_module(f"counterpoint.{name}")
@@ -184,13 +191,18 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     counts[:, -1] += 1  # the last rank's rows are the most
     flat = torch.from_numpy(counts.reshape(num_ranks, -1))
     gathered = torch.cat([flat, flat.sum(1, keepdim=True)], 1)
-    every = [layouts.ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
-    bound = every[0].most_grouped - is_large
+    numbers, groups = ((num_first,) * num_ranks, 3) if num_first else ((), 1)
+    every = [layouts.ExpertLayout(counts, rank, groups, firsts=numbers) for rank in range(num_ranks)]
+    bound, firsts = every[0].most_grouped - (is_large and not num_first), None
+    if num_first:
+        firsts = exchanges.Firsts(numbers, every[0].most_rows_of(numbers) - is_large)
     group = Group(num_ranks, copies.NUM_FLAGS, bound)
     tokens = [torch.randn(layout.num_tokens, WIDTH) for layout in every]
     for _ in range(2):
         group.number += 1
-        sent = [ahead.AheadDispatch(Exchange(group, rank), tokens[rank], [], bound) for rank in range(num_ranks)]
+        expected = ahead.Expected(bound, firsts, groups)
+        ranks = [Exchange(group, rank) for rank in range(num_ranks)]
+        sent = [ahead.AheadDispatch(ranks[rank], tokens[rank], [], expected, rank) for rank in range(num_ranks)]
         for each in sent:
             each.send(gathered)
         for each in sent:
@@ -198,35 +210,67 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
         rows = [exchanges.Rows(layout, sent[0].format, exchanges.Sorting(layout, gathered)) for layout in every]
         assert [each.settle(of_rank) for each, of_rank in zip(sent, rows, strict=True)] == [not is_large] * num_ranks
         if not is_large:
+            group.number += 1
+            for rank, each in enumerate(sent):
+                each.send_others(ranks[rank])
             for rank, each in enumerate(sent):
                 assert rows[rank].sorting.ends.tolist() == counts[:, rank].sum(0).cumsum().tolist()
-                for source in range(num_ranks):
-                    for block in every[rank].blocks(source, rank, 0):
-                        there = each.group(0)[block.placed : block.placed + block.num_rows]
-                        assert torch.equal(there, tokens[source][block.sent : block.sent + block.num_rows])
+                for part in every[rank].groups:
+                    arrived = each.group(part.number)
+                    for source in range(num_ranks):
+                        for block in every[rank].blocks(source, rank, part.number):
+                            at = block.placed - part.rows.start
+                            there = arrived[at : at + block.num_rows]
+                            assert torch.equal(there, tokens[source][block.sent : block.sent + block.num_rows])
                 assert len(each.all_rows()) == every[rank].num_rows
-                for num_spare in (0, 1, every[rank].num_rows):  # many spare rows are not kept
-                    whole = torch.randn(every[rank].num_rows + num_spare, 2)
-                    each._products = [whole]
-                    product = each.product(0, 0)
-                    assert torch.equal(product, whole[: every[rank].num_rows])
-                    assert not product._is_view(), "the caller may change it in place"
-                    assert (product.data_ptr() == whole.data_ptr()) == (4 * num_spare <= every[rank].num_rows)
                 each.join()
+                assert each.num_sent_bytes == (every[rank].num_tokens - every[rank].num_own) * sent[0].format.num_bytes
+                if num_first:
+                    assert each.product(1, 0) is None
+                    continue
+                check_products(each, every[rank].num_rows)
+
+
+def check_products(each: Any, num_rows: int) -> None:
+    """Products belong to the caller, and many spare rows are not kept."""
+    for num_spare in (0, 1, num_rows):
+        whole = torch.randn(num_rows + num_spare, 2)
+        each._products = [whole]
+        product = each.product(0, 0)
+        assert torch.equal(product, whole[:num_rows])
+        assert not product._is_view(), "the caller may change it in place"
+        assert (product.data_ptr() == whole.data_ptr()) == (4 * num_spare <= num_rows)
 
 
 def test_a_bound_follows_the_largest_of_recent_calls() -> None:
     ahead = importlib.import_module("counterpoint.ops.expert_ahead")
     expected = ahead.ExpectedRows()
-    assert expected.bound("a layer") == 0, "nothing is known yet"
+    assert expected.next("a layer") is None, "nothing is known yet"
+
+    def learn(most_rows: int, firsts: tuple[int, ...] = (), num_groups: int = 4) -> None:
+        layout = SimpleNamespace(most_grouped=most_rows, num_groups=num_groups, most_rows_of=lambda _: most_rows // 4)
+        expected.learn("a layer", layout, firsts)
+
     for most_rows in (100, 200, 60):
-        expected.learn("a layer", most_rows)
-    assert (expected.bound("a layer"), expected.bound("another")) == (225, 0)
+        learn(most_rows)
+    assert (expected.next("a layer"), expected.next("another")) == (ahead.Expected(225), None)
     for _ in range(2 * ahead.WINDOW):
-        expected.learn("a layer", 80)
-    assert expected.bound("a layer") == 90, "a call long ago is forgotten"
+        learn(80)
+    assert expected.next("a layer") == ahead.Expected(90), "a call long ago is forgotten"
+    learn(80, (3, 5))
+    for most_rows in (80, 100, 60):  # these have room where 80 had, and more than half of it
+        learn(most_rows, (4, 4))
+        assert expected.next("a layer")[1:] == (((3, 5), 25), 4)
+    learn(104, (4, 4))
+    assert expected.next("a layer")[1:] == (((4, 4), 33), 4), "there was no room"
+    learn(64, (2, 2))
+    assert expected.next("a layer")[1:] == (((2, 2), 20), 4), "there was too much"
+    learn(64, (1, 1), num_groups=2)
+    assert expected.next("a layer")[1:] == (((1, 1), 20), 2)
+    learn(64)
+    assert expected.next("a layer")[1:] == (None, 0), "all go ahead"
     expected.forget("a layer")
-    assert expected.bound("a layer") == 0
+    assert expected.next("a layer") is None
 
 
 BATCH = ctypes.CFUNCTYPE(
@@ -304,6 +348,8 @@ class ModelledRank:
         made.current = lambda: "compute"
         made.copy_stream = lambda name: name
         made.address = lambda region, peer: 0
+        made.torch_stream = made._ends_of = lambda _: None
+        made.addresses = dict.fromkeys(copies.ExpertRegion)
         made.join = lambda names: [self.follow("compute", name) for name in names]
         self.number, self.call = 0, 0
 
@@ -358,13 +404,19 @@ class ModelledRank:
 
             self.streams.issue(rank, stream, read)
 
+    def send_rows(self, *_: object) -> None:
+        """What the kernel does that sends rows ahead: on every other rank, the first piece of the first region."""
+        others = [rank for rank in range(self.streams.num_ranks) if rank != self.rank]
+        places, call = [(peer, 0, 0, self.rank) for peer in others], self.call
+        self.streams.issue(self.rank, "by kernel", lambda: self.streams.memory.update(dict.fromkeys(places, call)))
+
     # calls
 
-    def gather(self, call: int) -> None:
+    def gather(self, call: int, *, is_ahead: bool) -> None:
         self.call = call
         row = MagicMock(nbytes=8, shape=(1,))
         row.data_ptr.return_value = OWN_COUNTS
-        self.copier.gather(row, lambda _: None)
+        self.copier.gather(row, self.send_ahead if is_ahead else lambda _: None)
 
     def place(self) -> None:
         """Put own rows where those of other calls lie, and leave the call to the library."""
@@ -373,29 +425,44 @@ class ModelledRank:
         self.streams.issue(self.rank, "compute", lambda: memory.update(dict.fromkeys(places, "own rows")))
         self.copier.drop_placed()
 
-    def send(self, call: int, regions: list[int], routes: Any, num_pieces: int) -> list[Any]:
+    def send_ahead(self, gathered: object) -> None:
+        self.copier.send_ahead(None, None, gathered)
+        self.copier.await_ahead()
+        self.read_ahead()
+
+    def read_ahead(self) -> None:
+        call = self.call
+        for source in range(self.streams.num_ranks):
+            if source != self.rank:
+                key = (self.rank, 0, 0, source)
+                self.streams.issue(self.rank, "compute", lambda key=key: self.check(key, call))
+
+    def send(self, call: int, regions: list[int], routes: Any, pieces: range) -> list[Any]:
         """Begin a pass, and send in all its directions; return what arrives, to be read."""
         self.call = call
         self.copier.begin()
         for self.region in regions:
             outbox = self.copies.Outbox(self.copier, self.copies.ExpertRegion(self.region), 1)
             outbox.ready(torch.zeros(1))
-            for self.piece in range(num_pieces):
+            for self.piece in pieces:
                 for peer in range(self.streams.num_ranks):
                     if routes[self.rank, peer]:
                         one = np.array([1])
                         outbox.send(peer, self.piece, (one, one, one))
             outbox.join()
         sources = [each for each in range(self.streams.num_ranks) if routes[each, self.rank]]
-        return [(region, piece, source) for region in regions for piece in range(num_pieces) for source in sources]
+        return [(region, piece, source) for region in regions for piece in pieces for source in sources]
 
-    def read(self, call: int, arriving: list[Any]) -> None:
+    def read(self, call: int, arriving: list[Any], *, is_ahead: bool) -> None:
         """Wait for what arrives, read it now and once more at the end, and end the pass."""
         for region, piece, source in arriving:
             self.wait(self.copies.arrived_flag(self.copies.ExpertRegion(region), piece), (source,), "compute")
             self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
         for region, piece, source in arriving:
             self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
+        if is_ahead:
+            self.read_ahead()
+            self.copier.end_ahead()
         self.copier.end()
 
     def check(self, key: Any, call: int) -> None:
@@ -407,23 +474,32 @@ class ModelledRank:
 def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
     copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_one_queue: bool
 ) -> None:
+    kernels = ModuleType("counterpoint.ops.expert_kernels")
+    kernels.Sending = kernels.FirstExperts = MagicMock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     for seed in range(120):
         chance = random.Random(seed)
         streams = Streams(num_ranks, is_one_queue=is_one_queue)
         ranks = [ModelledRank(copies, streams, rank) for rank in range(num_ranks)]
         for call in range(1, 8):
-            is_gathered, num_pieces = chance.random() < 0.5, chance.randint(1, 3)
-            is_by_library = is_gathered and chance.random() < 0.3
+            is_gathered, num_pieces = chance.random() < 0.6, chance.randint(1, 3)
+            # first pieces go ahead, and all others, or all again, follow; or the library takes the pass
+            ahead = chance.choice(["none", "none", "first", "dropped", "library", "placed"]) if is_gathered else "none"
             regions = sorted(chance.sample(range(3), chance.randint(0, 3)))
             routes = np.array([[a != b and chance.random() < 0.7 for b in range(num_ranks)] for a in range(num_ranks)])
             for each in ranks:
                 copies.cu.cuEventRecord = each.record
                 copies.cu.cuStreamWaitEvent = lambda stream, event, _, each=each: each.await_event(stream, event)
                 monkeypatch.setattr(copies, "copy_bytes", each.copy_counts)
+                kernels.send_rows = each.send_rows  # type: ignore[attr-defined]
                 if is_gathered:
-                    each.gather(call)
-                if is_by_library:
+                    each.gather(call, is_ahead=ahead not in ("none", "placed"))
+                if ahead in ("dropped", "library"):
+                    each.copier.end_ahead()
+                elif ahead == "placed":
                     each.place()
-                    continue
-                each.read(call, each.send(call, regions, routes, num_pieces))
+                if ahead not in ("library", "placed"):
+                    pieces = range(1 if ahead == "first" else 0, num_pieces)
+                    each.read(call, each.send(call, regions, routes, pieces), is_ahead=ahead == "first")
         streams.run(chance)

@@ -35,16 +35,23 @@ def cutting(least_rows: int) -> Iterator[None]:
 CUT_FROM = st.sampled_from([1, 3, layouts.LEAST_CUT_ROWS])
 
 
-@settings(deadline=None, max_examples=150)
-@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM)
-def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups: int, cut_from: int) -> None:
-    with cutting(cut_from):
-        check_places(counts, num_groups)
-
-
-def check_places(counts: object, num_groups: int) -> None:
+def layouts_of(counts: object, num_groups: int, chance: int) -> list[object]:
+    """Every rank's layout; first groups are given in two of three."""
     num_ranks, _, num_experts = counts.shape  # type: ignore[attr-defined]
-    every = [layouts.ExpertLayout(counts, rank, num_groups) for rank in range(num_ranks)]
+    firsts = [1 + (chance + rank) % num_experts for rank in range(num_ranks)] if chance % 3 else ()
+    return [layouts.ExpertLayout(counts, rank, num_groups, firsts=firsts) for rank in range(num_ranks)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM, chance=st.integers(0, 30))
+def test_every_row_has_one_place_by_expert_and_source(counts: object, num_groups: int, cut_from: int, chance: int) -> None:
+    with cutting(cut_from):
+        check_places(counts, num_groups, chance)
+
+
+def check_places(counts: object, num_groups: int, chance: int) -> None:
+    num_ranks, _, num_experts = counts.shape  # type: ignore[attr-defined]
+    every = layouts_of(counts, num_groups, chance)
     for destination, layout in enumerate(every):
         placed: dict[int, tuple[int, int]] = {}
         for source in range(num_ranks):
@@ -78,17 +85,16 @@ def check_places(counts: object, num_groups: int) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM)
+@given(counts=matrices(), num_groups=st.integers(1, 6), cut_from=CUT_FROM, chance=st.integers(0, 30))
 def test_what_one_rank_sends_another_waits_for_and_results_come_back_side_by_side(
-    counts: object, num_groups: int, cut_from: int
+    counts: object, num_groups: int, cut_from: int, chance: int
 ) -> None:
     with cutting(cut_from):
-        check_exchange(counts, num_groups)
+        check_exchange(counts, num_groups, chance)
 
 
-def check_exchange(counts: object, num_groups: int) -> None:
-    num_ranks = counts.shape[0]  # type: ignore[attr-defined]
-    every = [layouts.ExpertLayout(counts, rank, num_groups) for rank in range(num_ranks)]
+def check_exchange(counts: object, num_groups: int, chance: int) -> None:
+    every = layouts_of(counts, num_groups, chance)
     for layout in every:
         sent = list(layout.outgoing())
         assert len(set(sent)) == len(sent)
@@ -116,8 +122,13 @@ def test_an_expert_with_very_many_rows_is_cut_and_the_first_and_last_groups_are_
         assert all(0 <= share * num_rows / 6 - edge < 256 for share, edge in zip((1, 3, 5), edges, strict=False)), edges
         assert edges[-1] == num_rows
         assert all(edge % layouts.CUT_MULTIPLE == 0 for edge in edges[:-1])
+    assert layout.first_experts() == (), "it has a part of an expert"
     even = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4)
     assert [(each.experts.start, each.experts.stop) for each in even.groups] == [(0, 2), (2, 6), (6, 10), (10, 12)]
+    assert even.first_experts() == (2, 2)
+    given = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4, firsts=(3, 1))
+    assert [(each.experts.start, each.experts.stop) for each in given.groups] == [(0, 3), (3, 7), (7, 11), (11, 12)]
+    assert given.most_rows_of((3, 1)) == 6000
 
 
 @pytest.mark.parametrize(

@@ -3,85 +3,141 @@
 Otherwise the GPU would wait while the host reads the counts, finds the places of rows, and issues what sends and multiplies
 them, which takes as long as the matmul of a few thousand tokens. With a bound on the rows of a rank, all of it can be
 issued before the wait: a kernel reads the counts on the GPU and sends the tokens, and torch's grouped matmul reads on the
-GPU where each expert's rows end.
+GPU where each expert's rows end. Of large calls only the first group of each rank's experts begins so. Its matmul hides what
+the host does, and copy engines bring the other groups' rows beside it.
 
-The bound follows from earlier calls, and is the same on all ranks. If a rank's rows are more, no rank sends it any and its
+The bounds follow from earlier calls, and are the same on all ranks. If a rank's rows are more, no rank sends it any and its
 matmuls have none; all ranks see that in the counts, and begin again in the usual way.
 """
 
 import math
 from collections.abc import Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
-from counterpoint.ops.expert_exchange import AbstractDispatch, AbstractExpertCopies, ExpertRegion, RowFormat, Rows
+from counterpoint.ops.expert_exchange import (
+    AbstractDispatch,
+    AbstractExpertCopies,
+    AbstractExpertExchange,
+    ExpertRegion,
+    Firsts,
+    RowFormat,
+    Rows,
+)
 from counterpoint.ops.grouped_matmul import multiply_grouped
+from counterpoint.schedule.expert_layout import ExpertLayout
 
 WINDOW = 64  # calls after which larger ones are forgotten; chosen, not measured
 SPARE = 1.125  # the bound as a multiple of the most rows seen; chosen, not measured
+FIRST_SPARE = 1.25  # the same of a first group, whose rows vary more
+LEAST_FIRST = 0.5  # a first group that falls below this share of its bound is chosen anew
 MOST_KEPT = 1.25  # a product with more memory than this times its rows need is copied, so that backward keeps less
 MAX_KINDS = 1024  # kinds of calls that are remembered; a model has a few
 
 
+class Expected(NamedTuple):
+    """What is expected of a call: a bound on the rows of every rank's experts; and, if only first groups are sent ahead,
+    those, and in how many groups the call is computed.
+    """
+
+    most_rows: int
+    firsts: Firsts | None = None
+    num_groups: int = 0
+
+
 @final
 class ExpectedRows:
-    """For each kind of call, a bound on the rows of every rank's experts, from the calls before it."""
+    """For each kind of call, what is expected of the next one, from the calls before it."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int, int]] = {}  # most rows in this window and the last one, and calls in this one
+        self._firsts: dict[str, tuple[Firsts, int]] = {}  # with the number of groups
 
-    def bound(self, kind: str) -> int:
-        """Return the bound; 0 if nothing is expected."""
-        recent, before, _ = self._seen.get(kind, (0, 0, 0))
-        return math.ceil(SPARE * max(recent, before))
+    def next(self, kind: str) -> Expected | None:
+        """Return what is expected of the next call; None if nothing is."""
+        if kind not in self._seen:
+            return None
+        recent, before, _ = self._seen[kind]
+        return Expected(math.ceil(SPARE * max(recent, before)), *self._firsts.get(kind, (None, 0)))
 
-    def learn(self, kind: str, most_rows: int) -> None:
-        """Remember a call by the rows of the rank that had most."""
+    def learn(self, kind: str, layout: ExpertLayout, firsts: tuple[int, ...] = ()) -> None:
+        """Remember a call. `firsts`: the numbers of experts in first groups, if only these are to be sent ahead."""
         recent, before, num_calls = self._seen.get(kind, (0, 0, 0))
         if num_calls == WINDOW:
             recent, before, num_calls = 0, recent, 0
         if len(self._seen) >= MAX_KINDS:
             self._seen.clear()
-        self._seen[kind] = max(recent, most_rows), before, num_calls + 1
+            self._firsts.clear()
+        self._seen[kind] = max(recent, layout.most_grouped), before, num_calls + 1
+        known = self._firsts.pop(kind, None)
+        if not firsts:
+            return
+        if known is not None and known[1] == layout.num_groups:
+            bound, most = known[0].most_rows, layout.most_rows_of(known[0].num_experts)
+            if LEAST_FIRST * bound <= most <= bound:
+                self._firsts[kind] = known  # so that GPUs need no new numbers
+                return
+        bound = math.ceil(FIRST_SPARE * layout.most_rows_of(firsts))
+        self._firsts[kind] = Firsts(firsts, bound), layout.num_groups
 
     def forget(self, kind: str) -> None:
         """Expect nothing of this kind of call."""
         self._seen.pop(kind, None)
+        self._firsts.pop(kind, None)
 
 
 @final
 class AheadDispatch(AbstractDispatch):
-    """Tokens that a kernel sends in one piece, and their products with some weights of (E, N, K)."""
+    """Tokens that a kernel sends, all or those of first groups, and their products with some weights of (E, N, K).
+
+    The others of a call of which only first groups are sent follow by `send_others`.
+    """
 
     def __init__(
-        self, exchange: AbstractExpertCopies, tokens: torch.Tensor, weights: Sequence[torch.Tensor], most_rows: int
+        self,
+        exchange: AbstractExpertCopies,
+        tokens: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        expected: Expected,
+        rank: int,
     ) -> None:
-        """`tokens` are contiguous. `most_rows`: of this rank's experts, for which the exchange has memory."""
-        self._exchange, self._tokens, self._weights = exchange, tokens, weights
+        """`tokens` are contiguous. The exchange has memory for the rows that are expected."""
+        self._exchange, self._tokens, self.expected = exchange, tokens, expected
         self.format = RowFormat.of(tokens)
-        self._landed = exchange.region(ExpertRegion.DISPATCH, self.format, most_rows)
+        self._landed = exchange.region(ExpertRegion.DISPATCH, self.format, expected.most_rows)
+        firsts = expected.firsts
+        self._first = self._landed if firsts is None else self._landed[: firsts.most_rows]  # what is multiplied ahead
+        self._weights = list(weights) if firsts is None else [each[: firsts.num_experts[rank]] for each in weights]
         self._products: list[torch.Tensor | None] = []
+        self._others: AbstractDispatch | None = None
         self._has_ended = False
 
     def send(self, gathered: torch.Tensor) -> None:
         """Send the tokens after the exchange of counts, whose result on the device is `gathered`."""
-        self._ends = self._exchange.send_ahead(self._tokens, self._landed, gathered)
+        self._ends = self._exchange.send_ahead(self._tokens, self._landed, gathered, self.expected.firsts)
 
     def multiply(self) -> None:
-        """Multiply the rows when all have arrived."""
+        """Multiply the rows when they have arrived."""
         self._exchange.await_ahead()
-        self._products = [multiply_grouped(self._landed, each.mT, self._ends) for each in self._weights]
+        self._products = [multiply_grouped(self._first, each.mT, self._ends[: len(each)]) for each in self._weights]
 
     def settle(self, rows: Rows) -> bool:
         """Return whether the rows are there, now that the host knows how many they are; if not, it gives them up."""
-        self._rows, layout = rows, rows.layout
-        if layout.most_grouped > self._landed.shape[0]:
+        self._rows, layout, firsts = rows, rows.layout, self.expected.firsts
+        if layout.most_grouped > self._landed.shape[0] or (
+            firsts and layout.most_rows_of(firsts.num_experts) > firsts.most_rows
+        ):
             self.drop()
             return False
         rows.sorting.ends = self._ends
-        self.num_sent_bytes = (layout.num_tokens - layout.num_own) * rows.format.num_bytes
         return True
+
+    def send_others(self, exchange: AbstractExpertExchange) -> None:
+        """Send the other groups' rows within the current pass, if there are any."""
+        if self.expected.firsts is not None:
+            tokens = self._tokens
+            self._others = exchange.dispatch(ExpertRegion.DISPATCH, self._rows, tokens, were_ready=True, first=1)
 
     def drop(self) -> None:
         """Give up the rows, unless they were read."""
@@ -91,16 +147,18 @@ class AheadDispatch(AbstractDispatch):
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
+        if number and self._others is not None:
+            return self._others.group(number)
         return self._landed[self._rows.layout.groups[number].rows]
 
     def product(self, group: int, number: int) -> torch.Tensor | None:
         """See `AbstractDispatch.product`. It is no view, so that a caller may change it in place."""
         found = self._products[number] if self._products else None
-        if found is None:
+        if found is None or (group and self._others is not None):
             return None
         layout, width = self._rows.layout, found.shape[1]
         rows = layout.groups[group].rows
-        if found.shape[0] > MOST_KEPT * layout.num_rows:
+        if found.shape[0] > MOST_KEPT * (layout.num_rows if self._others is None else rows.stop):
             return found[rows].clone()
         return found.new_empty(0).set_(
             found.untyped_storage(), rows.start * width, (rows.stop - rows.start, width), (width, 1)
@@ -112,5 +170,17 @@ class AheadDispatch(AbstractDispatch):
 
     def join(self) -> None:
         """See `AbstractDispatch.join`. The current stream has waited for the kernel."""
+        if self._others is not None:
+            self._others.join()
         self._exchange.end_ahead()
         self._has_ended = True
+
+    @property
+    def num_sent_bytes(self) -> int:  # type: ignore[override]  # others have a number
+        """See `AbstractDispatch`."""
+        layout = self._rows.layout
+        if self.expected.firsts is None:
+            return (layout.num_tokens - layout.num_own) * self.format.num_bytes
+        pieces = (layout.sent(layout.rank, peer, number) for peer, number in layout.outgoing(0, 1))
+        by_kernel: int = sum(each.stop - each.start for each in pieces) * self.format.num_bytes
+        return by_kernel + (self._others.num_sent_bytes if self._others is not None else 0)

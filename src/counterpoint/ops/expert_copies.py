@@ -31,6 +31,7 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
+    Firsts,
     Needed,
     RowFormat,
     Rows,
@@ -50,6 +51,7 @@ NUM_FLAGS = FIRST_ARRIVED + len(ExpertRegion) * MAX_CHUNKS
 VECTOR_BYTES = 16  # which the kernel that sends rows reads and writes at once
 HIGH_PRIORITY = -1  # as torch counts
 KERNEL = "by kernel"  # the stream of the kernel that sends rows ahead of the host
+MAX_VECTORS = 64  # vectors of numbers that are kept on the GPU
 
 
 @final
@@ -65,6 +67,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._have_triton = set(agreement.exchange(b"Triton" if has_triton() else b"no Triton")) == {b"Triton"}
         self._order = CallOrder(self._watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
         self._placed: Placed | None = None  # own rows of the present call
+        self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
         self._is_open = self._is_ahead = False  # whether a pass, or what is sent ahead of one, has begun and not ended
         self._have_met = False  # whether all ranks have exchanged counts, and no call has used a region since
         self.awaits_peers = False  # whether what the present pass sends has to wait until its peer has begun
@@ -157,12 +160,13 @@ class ExpertCopies(AbstractExpertCopies):
             )
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, first: int = 0
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         outbox = Outbox(self, region, rows.format.num_bytes)
         outbox.ready(source, were_ready=were_ready)
-        return CopyDispatch(self, rows, outbox, source, self._placed_rows(rows) if were_ready else None)
+        placed = self._placed_rows(rows) if were_ready else None
+        return CopyDispatch(self, rows, outbox, source, placed=placed, first=first)
 
     def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
         """See `AbstractExpertCopies.place_ahead`."""
@@ -198,17 +202,29 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
         return self._have_triton and rows.num_bytes % VECTOR_BYTES == 0
 
-    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    def send_ahead(
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+    ) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The kernel has a stream of its own."""
-        from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
+        from counterpoint.ops.expert_kernels import FirstExperts, Sending, send_rows  # noqa: PLC0415  needs Triton
 
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
         ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
         with torch.cuda.stream(self.torch_stream(KERNEL)):
-            send_rows(Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH]), gathered, ends)
+            sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
+            send_rows(sending, gathered, ends, firsts and FirstExperts(self._on_gpu(firsts.num_experts), firsts.most_rows))
         self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
         return ends
+
+    def _on_gpu(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """Return numbers as a vector (int32) that kernels of any stream may read."""
+        if numbers not in self._vectors:
+            if len(self._vectors) >= MAX_VECTORS:
+                torch.cuda.synchronize(self.device)
+                self._vectors.clear()
+            self._vectors[numbers] = torch.tensor(numbers, dtype=torch.int32, device=self.device)  # the host waits
+        return self._vectors[numbers]
 
     def await_ahead(self) -> None:
         """See `AbstractExpertCopies.await_ahead`."""
@@ -290,6 +306,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._ends.clear()
         self._streams.clear()
         self.addresses.clear()
+        self._vectors.clear()
         self._sizes, self._counts_row_bytes = RegionSizes(), 0
 
 
@@ -358,18 +375,28 @@ class CopyDispatch(AbstractDispatch):
     """
 
     def __init__(
-        self, exchange: ExpertCopies, rows: Rows, outbox: Outbox, source: torch.Tensor, placed: Placed | None = None
+        self,
+        exchange: ExpertCopies,
+        rows: Rows,
+        outbox: Outbox,
+        source: torch.Tensor,
+        *,
+        placed: Placed | None = None,
+        first: int = 0,
     ) -> None:
-        """`outbox` has the source ready. `placed`: own rows that are there; then the others follow by `send_rest`."""
+        """`outbox` has the source ready. `placed`: own rows that are there; then the others follow by `send_rest`. `first`:
+        the first group to send; if that is not 0, own rows are there.
+        """
         self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
         self._landed = exchange.region(self._region, rows.format, rows.layout.num_rows)
-        self._has_sent_rest = False
-        self._send(0, 1)
+        self._unsent: int | None = first + 1  # the first group that was not sent
+        self._send(first, self._unsent)
         if placed is not None:
             rows.sorting.ends = placed.ends
-        else:
+            return
+        if not first:
             self._put_own(source)  # the first pieces are in transit
-            self.send_rest()
+        self.send_rest()
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
@@ -390,9 +417,9 @@ class CopyDispatch(AbstractDispatch):
 
     def send_rest(self) -> None:
         """See `AbstractDispatch.send_rest`."""
-        if not self._has_sent_rest:
-            self._send(1, None)
-        self._has_sent_rest = True
+        if self._unsent is not None:
+            self._send(self._unsent, None)
+        self._unsent = None
 
     def _send(self, first: int, last: int | None) -> None:
         layout = self._rows.layout

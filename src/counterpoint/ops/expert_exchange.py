@@ -54,6 +54,13 @@ class RowFormat(NamedTuple):
 Needed: TypeAlias = dict[ExpertRegion, int]  # bytes
 
 
+class Firsts(NamedTuple):
+    """The first groups of a call: the number of experts of each rank's, and the most rows that one may have."""
+
+    num_experts: tuple[int, ...]
+    most_rows: int
+
+
 class Rows(NamedTuple):
     """The rows of one pass of a call."""
 
@@ -132,9 +139,10 @@ class AbstractExpertExchange(ABC):
 
     @abstractmethod
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, first: int = 0
     ) -> AbstractDispatch:
-        """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call.
+        """Send this rank's rows, which are contiguous and in the order of its tokens, within the current call. Those of
+        groups before `first` are there, and then this rank's own are, too.
 
         `were_ready`: they were ready before the last `gather`, so that they need not wait for what was issued beside it.
         Then the GPU waits for the host, which sends the first group's rows, and the others' by `send_rest`.
@@ -192,10 +200,13 @@ class AbstractExpertCopies(AbstractExpertExchange):
         """Return whether such rows can be sent before the host knows the counts; the same on all ranks."""
 
     @abstractmethod
-    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    def send_ahead(
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+    ) -> torch.Tensor:
         """Send contiguous tokens to their experts, all ranks together, by the counts that the last `gather` put on the
         device, and return `Places.ends`. `landed` is this rank's memory of `ExpertRegion.DISPATCH`. If it lacks room for
-        all rows, it gets none, and ends are 0.
+        all rows, or first groups have more than they may, it gets none, and ends are 0. With `firsts`, other ranks' rows are
+        those for these experts.
         """
 
     @abstractmethod

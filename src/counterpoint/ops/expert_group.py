@@ -74,15 +74,15 @@ class ExpertGroup:
         """Return what begins a call of this kind before the host knows its counts; None if it has to wait for them, the same
         on all ranks.
         """
-        bound, rows = self.expected.bound(kind), RowFormat.of(tokens)
-        if not bound or self.copies is None or not (self._has_room_ahead and self.copies.can_send_ahead(rows)):
+        expected, rows = self.expected.next(kind), RowFormat.of(tokens)
+        if not expected or self.copies is None or not (self._has_room_ahead and self.copies.can_send_ahead(rows)):
             return None
         try:
-            self.copies.reserve({ExpertRegion.DISPATCH: bound * rows.num_bytes})
+            self.copies.reserve({ExpertRegion.DISPATCH: expected.most_rows * rows.num_bytes})
         except RefusedTogetherError:
             self._has_room_ahead = False  # other calls may still have the memory that they need
             return None
-        return AheadDispatch(self.copies, tokens, weights, bound)
+        return AheadDispatch(self.copies, tokens, weights, expected, int(self._ranks.group.rank()))
 
     def num_symmetric_bytes(self) -> int:
         """Bytes of symmetric memory held on this rank."""

@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "first"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "most_first", "first"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
     own,
@@ -140,10 +140,13 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     stride,
     rank,
     most_rows,
+    firsts,
+    most_first,
     first,
     num_ranks,
     num_experts,
     number,
+    has_firsts: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
@@ -163,6 +166,10 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         # no count is larger than what all may be, so that sums cannot wrap around
         has_room = (tl.min(there, 0) >= 0) & (tl.max(there, 0) <= most_rows) & (tl.sum(there, 0) <= most_rows)
         is_own = (tl.min(here, 0) >= 0) & (tl.max(here, 0) <= num_tokens) & (tl.sum(here, 0) == num_tokens)
+        if has_firsts:  # only these experts of other ranks get rows
+            num_first = tl.load(firsts + peer)
+            has_room &= tl.sum(tl.where(experts < num_first, there, 0), 0) <= most_first
+            is_own &= (peer == rank) | (expert < num_first)
         is_sound = has_room & is_own
         end = tl.where(is_sound, num_rows, 0).to(tl.int32)
         if is_ending:
@@ -192,9 +199,23 @@ class Sending(NamedTuple):
     addresses: torch.Tensor
 
 
-def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor, *, is_own_only: bool = False) -> None:
+class FirstExperts(NamedTuple):
+    """How many experts of each rank get rows (int32, on the device), and how many rows these may have on a rank."""
+
+    numbers: torch.Tensor
+    most_rows: int
+
+
+def send_rows(
+    sending: Sending,
+    gathered: torch.Tensor,
+    ends: torch.Tensor,
+    firsts: FirstExperts | None = None,
+    *,
+    is_own_only: bool = False,
+) -> None:
     """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32);
-    `is_own_only`: only those for this rank's own experts.
+    `is_own_only`: only those for this rank's own experts. With `firsts`, other ranks' other experts get none.
 
     `gathered[source]` are the counts of a rank for the experts of all ranks, and last twice their sum, or 1 more, on the
     device: the host need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows
@@ -215,10 +236,13 @@ def send_rows(sending: Sending, gathered: torch.Tensor, ends: torch.Tensor, *, i
         gathered.stride(0),
         rank,
         landed.shape[0],
+        gathered if firsts is None else firsts.numbers,
+        0 if firsts is None else firsts.most_rows,
         first,
         num_ranks,
         num_experts,
         width,
+        has_firsts=firsts is not None,
         size=triton.next_power_of_2(num_blocks),
         block=min(SENT_BLOCK, triton.next_power_of_2(width)),
         vector=VECTOR_BYTES // rows.itemsize,

@@ -42,7 +42,7 @@ class ExpertLibrary(AbstractExpertExchange):
         """See `AbstractExpertExchange.begin`."""
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, first: int = 0
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         layout = rows.layout

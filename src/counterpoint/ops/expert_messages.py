@@ -19,6 +19,7 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
+    Firsts,
     Needed,
     RowFormat,
     Rows,
@@ -75,17 +76,23 @@ class ExpertMessages(AbstractExpertCopies):
         """See `AbstractExpertCopies.can_send_ahead`."""
         return True
 
-    def send_ahead(self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    def send_ahead(
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+    ) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The counts are on the host here; on a GPU, a kernel reads them."""
         num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
-        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 1)
+        given, num_groups = (firsts.num_experts, 2) if firsts else ((), 1)
+        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), num_groups, firsts=given)
         is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
         is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
-        if not is_sound or layout.most_grouped > landed.shape[0]:
+        has_room = layout.most_grouped <= landed.shape[0] and (
+            not firsts or layout.most_rows_of(firsts.num_experts) <= firsts.most_rows
+        )
+        if not (is_sound and has_room):
             return torch.zeros(layout.num_experts, dtype=torch.int32)
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))
-        self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed)
+        self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed, last=1)
         return rows.sorting.ends
 
     def await_ahead(self) -> None:
@@ -100,11 +107,11 @@ class ExpertMessages(AbstractExpertCopies):
             self._ahead = None
 
     def dispatch(
-        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False
+        self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, first: int = 0
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
         landed = self.region(region, rows.format, rows.layout.num_rows)
-        return MessageDispatch(Mail(self._ranks, region), rows, source, landed)
+        return MessageDispatch(Mail(self._ranks, region), rows, source, landed, first=first)
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
@@ -170,11 +177,22 @@ class Mail:
 class MessageDispatch(AbstractDispatch):
     """One message for each peer and group; the receiver puts its blocks in their places."""
 
-    def __init__(self, mail: Mail, rows: Rows, source: torch.Tensor, landed: torch.Tensor) -> None:
+    def __init__(
+        self,
+        mail: Mail,
+        rows: Rows,
+        source: torch.Tensor,
+        landed: torch.Tensor,
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        """Send the groups `first` to `last` - 1; with the first one, place this rank's own rows."""
         self._mail, self._rows, self._landed = mail, rows, landed
         layout = rows.layout
-        landed.index_copy_(0, rows.sorting.places.own, source[layout.own])
-        for peer, number in layout.outgoing():
+        if not first:
+            landed.index_copy_(0, rows.sorting.places.own, source[layout.own])
+        for peer, number in layout.outgoing(first, last):
             mail.send(peer, number, source[layout.sent(layout.rank, peer, number)])
         self.num_sent_bytes = mail.num_bytes
 

@@ -80,6 +80,7 @@ class Pass:
         if ahead is None:
             return self.dispatch(DISPATCH, tokens, were_ready=not self._routing.was_dropped)
         self._is_ahead = True
+        ahead.send_others(self._exchange)
         self._sent.append(ahead)
         return ahead
 

@@ -8,7 +8,7 @@ that memory, all ranks run this call by the library.
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, NoReturn, TypeAlias, final
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from counterpoint.errors import OperatorError, ScheduleError
-from counterpoint.ops.expert_ahead import AheadDispatch
+from counterpoint.ops.expert_ahead import AheadDispatch, ExpectedRows
 from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows
 from counterpoint.ops.expert_memory import needed_bytes
 from counterpoint.ops.expert_sorting import Sorting
@@ -25,13 +25,30 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import begins_ahead, num_groups_for, size_for
+from counterpoint.schedule.expert_choice import num_groups_for, sent_ahead, size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
 NOT_PICKED = "it is estimated to be faster, or the call asks for it"
 NOT_WHOLE = -(2**40)  # among the counts that ranks exchange; a sum of many does not overflow
 TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
+
+
+class Pieces(NamedTuple):
+    """How a call's rows are cut: the number of groups of experts, and the experts of each rank's first one, if given."""
+
+    number: int
+    firsts: tuple[int, ...] = ()
+
+    def as_columns(self, num_ranks: int) -> Counts:
+        """Return them as two numbers for each rank."""
+        return np.column_stack(([self.number] * num_ranks, self.firsts or [0] * num_ranks))
+
+    @classmethod
+    def of_columns(cls, columns: Counts) -> "Pieces":
+        """Return what these columns hold."""
+        numbers, firsts = columns.T.tolist()
+        return cls(numbers[0], tuple(firsts) if any(firsts) else ())
 
 
 @final
@@ -41,8 +58,8 @@ class ExpertRouting:
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
     groups of experts per rank; 0 if rows go by the library's all-to-all. `pair_bytes`: what the busiest pair of ranks
-    exchanges. `gathered`: every rank's row of the exchange of counts, on the host, from which `route_again` makes this
-    routing.
+    exchanges. `gathered`: every rank's row of the exchange of counts, on the host, and behind it what else decides its
+    groups, from which `route_again` makes this routing.
     """
 
     def __init__(
@@ -50,22 +67,23 @@ class ExpertRouting:
         runtime: Runtime,
         counted: tuple[Counts, Counts, Pairs],
         on_device: torch.Tensor,
-        num_pieces: int,
+        pieces: Pieces,
         pair_bytes: int,
     ) -> None:
-        self.runtime, self.num_pieces, self.pair_bytes = runtime, num_pieces, pair_bytes
+        self.runtime, self.num_pieces, self.pair_bytes = runtime, pieces.number, pair_bytes
         found, self.counts, pairs = counted
-        self.gathered = torch.from_numpy(found)
-        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, num_pieces), pairs)
+        self.gathered = torch.from_numpy(np.column_stack((found, pieces.as_columns(len(found)))))
+        self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, pieces.number), pairs, pieces.firsts)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
         self.was_dropped = False  # whether it has begun in vain: then copies follow its kernel
         self._sorting = Sorting(self.layout, on_device)
+        self.learn: Callable[[], None] | None = None  # what a call that has been issued teaches
 
     @property
     def has_gradients(self) -> bool:
         """Whether any rank's call has gradients."""
-        return split_last(self.gathered.numpy())[1]
+        return split_last(self.gathered.numpy()[:, :-2])[1]
 
     @property
     def is_small(self) -> bool:
@@ -118,6 +136,8 @@ class ExpertRouting:
                 self.drop()  # the memory of its rows is about to be replaced
             if experts.reserve(needed):
                 return experts.copies
+            if self.ahead is not None and self.ahead.expected.firsts:
+                self.drop()  # copies were to bring the other groups' rows
             experts.num_refused += bool(was_refused)
         experts.copies.drop_placed()
         return experts.library
@@ -144,6 +164,8 @@ class ExpertRouting:
             self.drop()
             raise
         self.ahead = None
+        if self.learn is not None:
+            self.learn()
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
@@ -222,19 +244,31 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
             ahead.multiply()
 
     on_host, on_device = (experts.copies or experts.library).gather(row, before_the_wait)
+    firsts = ahead.expected.firsts if ahead is not None else None
+    given = Pieces(ahead.expected.num_groups, firsts.num_experts) if ahead is not None and firsts else None
     try:
-        found = _routing(runtime, call, on_host.numpy().copy(), on_device)  # the next call reuses the host's memory
+        found = _routing(runtime, call, on_host.numpy().copy(), on_device, given)  # the next call reuses the host's memory
     except OperatorError:
         if ahead is not None:
             ahead.drop()
         elif experts.copies is not None:
             experts.copies.drop_placed()
         raise
-    if begins_ahead(found.pair_bytes, has_beside=call.has_beside):
-        experts.expected.learn(words, found.layout.most_grouped)
-    else:
-        experts.expected.forget(words)
+    found.learn = partial(_learn, experts.expected, words, found, has_beside=call.has_beside)
     return found.begun(ahead)
+
+
+def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, *, has_beside: bool) -> None:
+    """Remember a call for the next one of its kind."""
+    layout = found.layout
+    if layout.firsts:  # its groups were given; what they would be otherwise
+        layout = ExpertLayout(layout.counts, layout.rank, layout.num_groups, layout.pairs)
+    firsts = layout.first_experts() if found.num_pieces > 1 else ()
+    sent = sent_ahead(found.pair_bytes, has_beside=has_beside, has_first=bool(firsts))
+    if sent == "nothing":
+        expected.forget(kind)
+    else:
+        expected.learn(kind, layout, firsts if sent == "first" else ())
 
 
 def _counts_given(runtime: Runtime, call: Called) -> torch.Tensor:
@@ -266,12 +300,13 @@ def _as_whole(counts: torch.Tensor) -> torch.Tensor:
 
 def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:
     """Return the routing of an earlier call from what it gathered; no rank is asked."""
-    return _routing(runtime, call, gathered.numpy(), gathered.to(call.tokens.device))
+    found = gathered.numpy()
+    return _routing(runtime, call, found[:, :-2], gathered.to(call.tokens.device), Pieces.of_columns(found[:, -2:]))
 
 
-def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Tensor) -> ExpertRouting:
+def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Tensor, pieces: Pieces | None) -> ExpertRouting:
     """Return the routing of all ranks' rows of the exchange of counts: rows for each expert, and last what `split_last`
-    reads.
+    reads. `pieces` are picked unless they are given.
     """
     num_ranks = int(runtime.group.size())
     counts, (sums, has_gradients) = found[:, :-1], split_last(found)
@@ -282,10 +317,10 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
         _refuse_sums(call.operator, counts, sums)
     is_copied = runtime.experts().copies is not None
     pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
-    num_pieces = 0
-    if is_copied:
-        num_pieces = pick_pieces(pair_bytes, call.schedule, shaped.shape[2], has_gradients=has_gradients)
-    return ExpertRouting(runtime, (found, shaped, pairs), on_device, num_pieces, pair_bytes)
+    if pieces is None:
+        number = pick_pieces(pair_bytes, call.schedule, shaped.shape[2], has_gradients=has_gradients)
+        pieces = Pieces(number if is_copied else 0)
+    return ExpertRouting(runtime, (found, shaped, pairs), on_device, pieces, pair_bytes)
 
 
 def split_last(found: Counts) -> tuple[list[int], bool]:

@@ -84,11 +84,13 @@ FORWARD_SIZES = (
     ),
 )
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
-# Below this many bytes between the two ranks that exchange most, a kernel sends the tokens of a forward call in one piece,
-# before the host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). Above, pieces
-# that matmuls hide gain 1 to 16 % more (experts_2x_h200_numbered.json). If the call computes something beside its tokens,
-# copies cost that nothing, and a kernel takes its SMs: only calls that are too small for copies begin ahead then.
-AHEAD_BELOW_BYTES = 320 * MIB
+# Up to this many bytes between the two ranks that exchange most, a kernel sends all tokens of a forward call before the
+# host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). From the other limit on, it
+# sends those of first groups if it can, whose matmul hides what the host does then, and the other groups' way.
+# If the call computes something beside its tokens, copies cost that nothing, and a kernel takes its SMs: only calls that
+# are too small for copies begin ahead then.
+AHEAD_BELOW_BYTES, FIRST_AHEAD_FROM_BYTES = 320 * MIB, 160 * MIB
+Ahead = Literal["all", "first", "nothing"]
 
 
 class ExchangeChoice(Value, frozen=True, kw_only=True):
@@ -111,11 +113,15 @@ def num_groups_for(pair_bytes: int, num_experts: int, *, has_gradients: bool) ->
     return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
 
 
-def begins_ahead(pair_bytes: int, *, has_beside: bool) -> bool:
-    """Return whether calls like this one, with so many bytes between the two ranks that exchange most, send their tokens
-    before the host knows the counts.
+def sent_ahead(pair_bytes: int, *, has_beside: bool, has_first: bool) -> Ahead:
+    """Return which tokens of calls like this one, with so many bytes between the two ranks that exchange most, are sent
+    before the host knows the counts. `has_first`: its first groups could be.
     """
-    return pair_bytes < AHEAD_BELOW_BYTES and not (has_beside and size_for(pair_bytes).num_groups)
+    if has_beside and size_for(pair_bytes).num_groups:
+        return "nothing"
+    if has_first and pair_bytes >= FIRST_AHEAD_FROM_BYTES:
+        return "first"
+    return "all" if pair_bytes < AHEAD_BELOW_BYTES else "nothing"
 
 
 def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:

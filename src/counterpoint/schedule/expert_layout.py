@@ -6,11 +6,12 @@ are; at the experts' rank, in the order of experts, and within an expert of sour
 are contiguous, their weight is read once, and no kernel has to sort rows: each block of rows, of one source and one expert,
 is copied straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it. The first and
 the last group have half as many rows as the others, because nothing hides the first one's way there, and the last one's
-back. An expert with very many rows is cut.
+back. An expert with very many rows is cut. The experts of first groups may be given, where they were chosen before the
+counts were known.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -47,9 +48,13 @@ class ExpertRange(NamedTuple):
 class ExpertLayout:
     """The layout of `counts[source, destination, local expert]`, each rank's experts in at most `num_groups` groups."""
 
-    def __init__(self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None) -> None:
-        """`pairs`: the result of `pair_rows` for the counts, if it is known."""
-        self.counts, self.rank = counts, rank
+    def __init__(
+        self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None, firsts: Sequence[int] = ()
+    ) -> None:
+        """`pairs`: the result of `pair_rows` for the counts, if it is known. `firsts`: the number of experts in the first
+        group of each rank, if that is given.
+        """
+        self.counts, self.rank, self.firsts = counts, rank, firsts
         self.num_ranks, _, self.num_experts = counts.shape
         self.num_groups = num_groups
         self.pairs = pairs or pair_rows(counts)
@@ -95,15 +100,24 @@ class ExpertLayout:
         if self.num_groups == 1:
             received = map(sum, zip(*self.pairs, strict=True))
             return [[ExpertRange(0, slice(0, self.num_experts), slice(0, rows))] for rows in received]
-        return [list(self._ranges(ends)) for ends in self._ends.tolist()]
+        firsts = self.firsts or [0] * self.num_ranks
+        return [list(self._ranges(*each)) for each in zip(self._ends.tolist(), firsts, strict=True)]
 
-    def _ranges(self, ends: list[int]) -> Iterator[ExpertRange]:
-        """Yield the groups of a rank, given where its experts' rows end."""
-        number = start = first = 0
+    def _ranges(self, ends: list[int], first: int) -> Iterator[ExpertRange]:
+        """Yield the groups of a rank, given where its experts' rows end, and how many experts its first group has or 0."""
+        number = start = 0
         begins_cut, num_rows = False, ends[-1]
-        num_parts = num_parts_of(self.num_groups)
-        for part in range(1, num_parts, 2):
-            stop = part * num_rows // num_parts
+        part, num_parts = 1, num_parts_of(self.num_groups)
+        if first and num_rows:  # the others are two parts each, and the last is one
+            yield ExpertRange(0, slice(0, first), slice(0, ends[first - 1]))
+            number, start, part, num_parts = 1, ends[first - 1], 2, num_parts - 1
+            if start == num_rows:
+                return
+        else:
+            first = 0
+        origin = start
+        for at in range(part, num_parts, 2):
+            stop = origin + at * (num_rows - origin) // num_parts
             last = bisect_left(ends, stop)
             begin = ends[last - 1] if last else 0
             is_cut = ends[last] - begin >= LEAST_CUT_ROWS
@@ -112,6 +126,16 @@ class ExpertLayout:
                 yield ExpertRange(number, slice(first, last + 1), slice(start, stop), begins_cut or is_cut)
                 number, start, first, begins_cut = number + 1, stop, last if is_cut else last + 1, is_cut
         yield ExpertRange(number, slice(first, self.num_experts), slice(start, num_rows), begins_cut)
+
+    def first_experts(self) -> tuple[int, ...]:
+        """Return how many experts each rank's first group has; nothing if one of these is cut, or has all rows of a rank."""
+        if any(each[0].is_cut or len(each) == 1 for each in self.ranges):
+            return ()
+        return tuple(each[0].experts.stop for each in self.ranges)
+
+    def most_rows_of(self, firsts: Sequence[int]) -> int:
+        """Return the most rows that so many experts of each rank have together, from the first on."""
+        return max(int(ends[number - 1]) for ends, number in zip(self._ends, firsts, strict=True))
 
     @property
     def groups(self) -> list[ExpertRange]:

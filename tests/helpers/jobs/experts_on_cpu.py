@@ -23,7 +23,7 @@ from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_messages import ExpertMessages, Mail
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
-from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule import SEQUENTIAL, ScheduleDescription, expert_choice
 from counterpoint.schedule.actions import ExpertOperation, Pass
 from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
@@ -367,13 +367,22 @@ def ahead() -> None:
         ops.expert_ffn(tokens, few.counts[few.rank], *weights, activation=lambda *_: 1 // 0)
     assert (begun["send_ahead"], begun["drop"]) == (1, 1), "an error of the caller's on every rank leaves nothing behind"
     check(few, sent=1)
-    pick, expert_routing.pick_pieces = expert_routing.pick_pieces, lambda *_, **__: 2
+    pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
+    expert_routing.pick_pieces = lambda *_, **__: 2
     try:
         check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
         check(few, sent=1)
         compare(few.found_by_halves(None), halves, 1e-12)
+        expert_choice.FIRST_AHEAD_FROM_BYTES = 0
+        check(few, sent=1)
+        for _ in range(2):  # only first groups are sent ahead
+            check(few, sent=1)
+            compare(few.found_by_halves(None), halves, 1e-12)
+        check(many, sent=1, dropped=1)
+        check(many, sent=1)
+        check(few, sent=1)
     finally:
-        expert_routing.pick_pieces = pick
+        expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
     report("ahead")
 
 

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from counterpoint import ops
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.errors import CounterpointError
+from counterpoint.ops import expert_routing
 from counterpoint.ops.grouped_matmul import GROUPED_CAPABILITIES
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
-from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule import SEQUENTIAL, ScheduleDescription, expert_choice
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
 from helpers.experts_definition import Experts, check_fp8, compare
@@ -70,6 +71,24 @@ def stress() -> None:
     held = ops.pool_report()[0].num_bytes
     assert 0 < held < 64 << 20, held
     report("stress of 1000")
+
+
+def first_groups_ahead() -> None:
+    """Only first groups begin before the host knows the counts: within rounding of sequential, forward and backward."""
+    pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
+    expert_choice.FIRST_AHEAD_FROM_BYTES, chance = 0, random.Random(23)
+    try:
+        for turn in range(120):
+            if turn % 4 == 0:  # three calls are like the one before
+                number = chance.choice((2, 3, 4))
+                expert_routing.pick_pieces = lambda *_, number=number, **__: number
+                experts = Experts(chance, torch.bfloat16, scale=SCALE, num_local=chance.choice((3, 8)))
+            compare(experts.found(None), experts.expected(), ROUNDINGS)
+            if turn % 3 == 0:
+                compare(experts.found_by_halves(None), experts.expected(), ROUNDINGS)
+    finally:
+        expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
+    report("first groups ahead")
 
 
 def other_types() -> None:
