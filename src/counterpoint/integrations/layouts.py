@@ -6,8 +6,10 @@ styles of transformers (read in 5.23) keep them in the closure of the `forward` 
 looks different is refused, because its layout would be a guess.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
+from types import CodeType
 from typing import Any, Literal
 
 import msgspec
@@ -140,20 +142,33 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
     """Return the hook that gathers sequence-sharded inputs before the module runs, if there is one.
 
     One that makes inputs local (`use_local_output`) is left alone: the module may use them beside plain tensors, and DTensor
-    would refuse to mix these with a sharded input.
+    would refuse to mix these with a sharded input. So is that of a module whose forward calls `to_local`, which would return
+    this rank's part.
     """
     for key, hook in module._forward_pre_hooks.items():
         found = closure_of(hook)
         style, mesh = found.get("self"), found.get("device_mesh")
         if not isinstance(style, PrepareModuleInput) or style.with_kwargs or not style.input_layouts:
             continue
-        if style.use_local_output:
+        if style.use_local_output or _takes_local(module):
             continue
         pairs = enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         positions = tuple(number for number, (given, wanted) in pairs if is_sequence(given) and wanted == Replicate())
         if positions and isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
             return GatheringHook(key=key, style=style, mesh=mesh, positions=positions)
     return None
+
+
+def _takes_local(module: nn.Module) -> bool:
+    """Return whether the code of a module's forward calls `to_local`; functions that it calls are not read."""
+    waiting = [getattr(inspect.unwrap(module.forward), "__code__", None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            if "to_local" in code.co_names:
+                return True
+            waiting += code.co_consts  # functions defined within
+    return False
 
 
 def is_sequence(layout: Any) -> bool:

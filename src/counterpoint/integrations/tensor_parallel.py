@@ -154,7 +154,8 @@ def _take_column(
             "the input arrives whole, so there is nothing to gather in the forward pass"
             if key is None
             else "the input arrives whole, so there is nothing to gather. Give the module around it "
-            "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), without use_local_output"
+            "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), without use_local_output and "
+            "without to_local in its forward"
         )
     return None
 

@@ -63,19 +63,30 @@ class Routed(FeedForward):
         return super().forward(functional.dropout(x)) * self.router(x).mean()
 
 
+class TakesLocal(FeedForward):
+    """It takes the local tensor of its gathered input, which is all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(x, DTensor)
+        return super().forward(x) * x.to_local().square().mean()
+
+
 def tensor_parallel_leaves_local_inputs() -> None:
-    """A module whose inputs are gathered to plain tensors gets them so, and may use them as it likes."""
+    """A module whose inputs are gathered to plain tensors gets them so, and may use them as it likes; so does one that makes
+    them plain by itself.
+    """
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    results: list[list[torch.Tensor]] = []
-    for is_ours in (False, True):
-        torch.manual_seed(0)
-        mlp = parallelize_feed_forward(Routed(64).to(DEVICE, torch.float64), mesh, use_local_output=True)
-        if is_ours:
-            overlapped = tensor_parallel.overlap(mlp)
-            assert overlapped.taken == ["down"]
-            assert "without use_local_output" in str(overlapped)
-        results.append(block_results(mlp, 1, 4 * dist.get_world_size()))
-    assert_close(results[1], results[0], 1e-12)
+    for kind, use_local_output in ((Routed, True), (TakesLocal, False)):
+        results: list[list[torch.Tensor]] = []
+        for is_ours in (False, True):
+            torch.manual_seed(0)
+            mlp = parallelize_feed_forward(kind(64).to(DEVICE, torch.float64), mesh, use_local_output=use_local_output)
+            if is_ours:
+                overlapped = tensor_parallel.overlap(mlp)
+                assert overlapped.taken == ["down"]
+                assert "without use_local_output" in str(overlapped)
+            results.append(block_results(mlp, 1, 4 * dist.get_world_size()))
+        assert_close(results[1], results[0], 1e-12)
 
 
 def tensor_parallel_lays_gradients_out_alike() -> None:
