@@ -1,7 +1,9 @@
 """Where the rows of experts lie: every row once, in the order of experts and sources, and the table that picks copies."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 np = pytest.importorskip("numpy")
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 SEQUENTIAL = pytest.importorskip("counterpoint.schedule").SEQUENTIAL
 layouts = pytest.importorskip("counterpoint.schedule.expert_layout")
 expert_routing = pytest.importorskip("counterpoint.ops.expert_routing")
@@ -129,6 +131,24 @@ def test_an_expert_with_very_many_rows_is_cut_and_the_first_and_last_groups_are_
     given = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4, firsts=(3, 1))
     assert [(each.experts.start, each.experts.stop) for each in given.groups] == [(0, 3), (3, 7), (7, 11), (11, 12)]
     assert given.most_rows_of((3, 1)) == 6000
+
+
+@pytest.mark.parametrize("counts", [[[1, 2, 0, 0]], [[0, 0, 1, 2]], [[1, 2, 3, 4]], [[0, 0, 0, 0]], [[9, 1, 1, 1]]])
+@pytest.mark.parametrize("num_first", [0, 1, 2, 4])
+@pytest.mark.parametrize("cut_from", [2, layouts.LEAST_CUT_ROWS])
+def test_rows_of_a_group_are_those_of_its_experts_in_either_memory(counts: object, num_first: int, cut_from: int) -> None:
+    counted, runtime = np.array([counts]), SimpleNamespace(group=SimpleNamespace(rank=lambda: 0))
+    found, pieces = np.array([[0]]), expert_routing.Pieces(3, (num_first,) * bool(num_first))
+    with cutting(cut_from):
+        pairs = layouts.pair_rows(counted)
+        routing = expert_routing.ExpertRouting(runtime, (found, counted, pairs), torch.tensor(counted[0]), pieces, 0)
+        groups = list(routing.groups())
+        for (group, rows), ends in zip(groups, routing.layout.group_ends, strict=True):
+            assert rows.ends.tolist() == ends
+            assert len(rows.counts) == len(ends) == group.experts.stop - group.experts.start
+            assert rows.ends.tolist() == list(itertools.accumulate(rows.counts))
+            assert sum(rows.counts) == group.rows.stop - group.rows.start
+        assert sum(sum(rows.counts) for _, rows in groups) == counted.sum()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ WINDOW = 64  # calls after which larger ones are forgotten; chosen, not measured
 SPARE = 1.125  # the bound as a multiple of the most rows seen; chosen, not measured
 FIRST_SPARE = 1.25  # the same of a first group, whose rows vary more
 LEAST_FIRST = 0.5  # a first group that falls below this share of its bound is chosen anew
-MOST_KEPT = 1.25  # a product with more memory than this times its rows need is copied, so that backward keeps less
+MOST_SPARE = 0.25  # a product with more rows to spare than this times the rank's is copied, so that backward keeps less
 MAX_KINDS = 1024  # kinds of calls that are remembered; a model has a few
 
 
@@ -111,6 +111,7 @@ class AheadDispatch(AbstractDispatch):
         self._weights = list(weights) if firsts is None else [each[: firsts.num_experts[rank]] for each in weights]
         self._products: list[torch.Tensor | None] = []
         self._others: AbstractDispatch | None = None
+        self._reads_others = False  # whether their first group has been asked for
         self._has_ended = False
 
     def send(self, gathered: torch.Tensor) -> None:
@@ -148,6 +149,7 @@ class AheadDispatch(AbstractDispatch):
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""
         if number and self._others is not None:
+            self._reads_others = True
             return self._others.group(number)
         return self._landed[self._rows.layout.groups[number].rows]
 
@@ -158,11 +160,16 @@ class AheadDispatch(AbstractDispatch):
             return None
         layout, width = self._rows.layout, found.shape[1]
         rows = layout.groups[group].rows
-        if found.shape[0] > MOST_KEPT * (layout.num_rows if self._others is None else rows.stop):
+        if found.shape[0] - (layout.num_rows if self._others is None else rows.stop) > MOST_SPARE * layout.num_rows:
             return found[rows].clone()
         return found.new_empty(0).set_(
             found.untyped_storage(), rows.start * width, (rows.stop - rows.start, width), (width, 1)
         )
+
+    def send_rest(self) -> None:
+        """See `AbstractDispatch.send_rest`. The first of the other groups is in transit; its matmul comes next."""
+        if self._others is not None and (self._reads_others or len(self._rows.layout.groups) == 1):
+            self._others.send_rest()
 
     def all_rows(self) -> torch.Tensor:
         """See `AbstractDispatch.all_rows`."""

@@ -384,8 +384,8 @@ class CopyDispatch(AbstractDispatch):
         placed: Placed | None = None,
         first: int = 0,
     ) -> None:
-        """`outbox` has the source ready. `placed`: own rows that are there; then the others follow by `send_rest`. `first`:
-        the first group to send; if that is not 0, own rows are there.
+        """`outbox` has the source ready. `placed`: own rows that are there. `first`: the first group to send; if that is not
+        0, own rows are there, too. Then the other groups follow by `send_rest`.
         """
         self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
         self._landed = exchange.region(self._region, rows.format, rows.layout.num_rows)
@@ -393,10 +393,9 @@ class CopyDispatch(AbstractDispatch):
         self._send(first, self._unsent)
         if placed is not None:
             rows.sorting.ends = placed.ends
-            return
-        if not first:
+        elif not first:
             self._put_own(source)  # the first pieces are in transit
-        self.send_rest()
+            self.send_rest()
 
     def group(self, number: int) -> torch.Tensor:
         """See `AbstractDispatch.group`."""

@@ -88,7 +88,7 @@ class AbstractDispatch(ABC):
         return None
 
     def send_rest(self) -> None:  # noqa: B027  most have sent all
-        """Send what was left until the first group is being multiplied."""
+        """Send what was left until a group is being multiplied."""
 
     @abstractmethod
     def all_rows(self) -> torch.Tensor:

@@ -78,6 +78,7 @@ class ExpertRouting:
         self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
         self.was_dropped = False  # whether it has begun in vain: then copies follow its kernel
         self._sorting = Sorting(self.layout, on_device)
+        self._rows_of: dict[int, ExpertRows] = {}  # by group
         self.learn: Callable[[], None] | None = None  # what a call that has been issued teaches
 
     @property
@@ -103,21 +104,27 @@ class ExpertRouting:
         return ExpertRows(tuple(counts), self._sorting.ends)
 
     def groups(self) -> Iterator[tuple[ExpertRange, ExpertRows]]:
-        """Yield each group of this rank's experts with their rows. The first one's are found without what the others need,
-        because the GPU waits for it.
+        """Yield each group of this rank's experts with their rows. These are found group by group, because the GPU waits
+        for the first ones.
         """
-        first, *others = self.layout.groups
-        if not others:
-            yield first, self.experts
-            return
-        if first.is_cut:
-            yield first, self._rows_of_groups[0]
-        else:
-            yield first, ExpertRows(_lengths(self.layout.group_ends[0]), self._sorting.ends[first.experts])
-        yield from zip(others, self._rows_of_groups[1:], strict=True)
+        for group in self.layout.groups:
+            if group.number not in self._rows_of:
+                self._rows_of[group.number] = self._rows_of_group(group)
+            yield group, self._rows_of[group.number]
+
+    def _rows_of_group(self, group: ExpertRange) -> ExpertRows:
+        if group.is_cut:
+            return self._rows_of_cut_groups[group.number]
+        start, stop = group.experts.start, group.experts.stop
+        if stop - start == self.layout.num_experts:
+            return self.experts
+        ends = self._sorting.ends[start:stop]
+        return ExpertRows(
+            _lengths(self.layout.group_ends[group.number]), ends - self._sorting.ends[start - 1] if start else ends
+        )
 
     @cached_property
-    def _rows_of_groups(self) -> list[ExpertRows]:
+    def _rows_of_cut_groups(self) -> list[ExpertRows]:
         ends, device = self.layout.group_ends, self._sorting.gathered.device
         found = torch.tensor([each for part in ends for each in part], dtype=torch.int32, pin_memory=device.type == "cuda")
         on_device = found.to(device, non_blocking=True)  # the host does not wait

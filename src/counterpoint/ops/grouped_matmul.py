@@ -34,12 +34,12 @@ def multiply(
         return add_bias(product, bias, experts)
     product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
-    for expert, number in enumerate(experts.counts):
+    for expert, (number, weight) in enumerate(zip(experts.counts, weights.unbind(), strict=True)):
         part = slice(start, start + number)
         if number and bias is not None:
-            torch.addmm(bias[expert], rows[part], weights[expert], out=product[part])
+            torch.addmm(bias[expert], rows[part], weight, out=product[part])
         elif number:
-            torch.mm(rows[part], weights[expert], out=product[part])
+            torch.mm(rows[part], weight, out=product[part])
         start += number
     return product
 

@@ -19,7 +19,6 @@ from counterpoint.integrations import expert_parallel
 from counterpoint.ops import expert_passes, expert_routing
 from counterpoint.ops.expert_ahead import AheadDispatch
 from counterpoint.ops.expert_exchange import ExpertRegion
-from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_messages import ExpertMessages, Mail
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
@@ -29,6 +28,7 @@ from counterpoint.schedule.checks import check_schedule
 from counterpoint.schedule.expert_choice import expert_description
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
+from helpers.exchange_counter import Sent
 from helpers.experts_definition import DIM, HIDDEN, Experts, both_halves, check_fp8, compare, silu, whole_layer, with_shared
 from helpers.gloo_sections import report, run_sections
 
@@ -240,32 +240,6 @@ def in_fp8() -> None:
     """Forward, operands are rounded to fp8 by row and output feature; the same bits as sequential; gradients are there."""
     check_fp8(Experts(random.Random(11), torch.bfloat16, kind="random", num_local=2, scale=16), (SEQUENTIAL, COPIES))
     report("in fp8")
-
-
-class Sent:
-    """Counts what this rank exchanges: counts of rows, and rows in one direction, by messages or all-to-alls."""
-
-    def __init__(self) -> None:
-        self._found = Counter[str]()
-        self._count(ExpertLibrary, "gather", "counts")  # messages exchange their counts by it, too
-        for exchange in (ExpertMessages, ExpertLibrary):
-            for name in ("dispatch", "combine"):
-                self._count(exchange, name, "rows")
-
-    def _count(self, exchange: type, name: str, kind: str) -> None:
-        method = getattr(exchange, name)
-
-        def call(*arguments: object, **named: object) -> object:
-            self._found[kind] += 1
-            return method(*arguments, **named)
-
-        setattr(exchange, name, call)
-
-    def taken(self) -> tuple[int, int]:
-        """The number of exchanges of counts, and of rows in one direction, since the last time."""
-        found = self._found["counts"], self._found["rows"]
-        self._found.clear()
-        return found
 
 
 def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_named: object) -> CheckpointPolicy:
