@@ -94,16 +94,14 @@ def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, *, is_
     size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
     counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
     layout = importlib.import_module("counterpoint.schedule.expert_layout").ExpertLayout(counts, sending.rank, 1)
-    has_room, num_experts = counts.sum((0, 2)) <= len(sending.landed), counts.shape[2]
-    numbers = [num_experts] * num_ranks if firsts is None else firsts.numbers.tolist()
-    if firsts is not None:
-        has_room &= [counts[:, rank, :number].sum() <= firsts.most_rows for rank, number in enumerate(numbers)]
+    has_room = counts.sum((0, 2)) <= len(sending.landed)
+    numbers = [1 << 40] * num_ranks if firsts is None else firsts.tolist()
     for peer in [sending.rank] if is_own_only else range(num_ranks):
         target = sending.landed.data_ptr() if peer == sending.rank else int(sending.addresses[peer])
-        first_row = counts[:, peer, : numbers[peer]].sum()
         for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
-            if has_room[peer] and (peer == sending.rank or placed < first_row):
-                ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, num_rows * size)
+            number = num_rows if peer == sending.rank else min(num_rows, max(numbers[peer] - placed, 0))
+            if has_room[peer]:
+                ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, number * size)
     ends.copy_(torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank]))
 
 
@@ -145,21 +143,15 @@ def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num
             copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
             for exchange, rows, tokens in ranks
         ]
+        all_tokens = [tokens for _, _, tokens in ranks]
         arrived = [
-            [each.group(part.number).clone() for part in rows.layout.groups]
+            [check_group(rows.layout, part.number, each, all_tokens).clone() for part in rows.layout.groups]
             for each, (_, rows, _) in zip(sent, ranks, strict=True)
         ]
         for each in sent:
             each.join()
         for rank, (_, rows, _) in enumerate(ranks):
             assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
-        for destination, (_, rows, _) in enumerate(ranks):
-            computed = torch.cat(arrived[destination])
-            for source, (_, _, tokens) in enumerate(ranks):
-                for part in rows.layout.groups:
-                    for block in rows.layout.blocks(source, destination, part.number):
-                        there = computed[block.placed : block.placed + block.num_rows]
-                        assert torch.equal(there, tokens[block.sent : block.sent + block.num_rows])
         back = [copies.CopyCombine(exchange, rows) for exchange, rows, _ in ranks]
         for each, results in zip(back, arrived, strict=True):
             for number, of_group in enumerate(results):
@@ -169,7 +161,7 @@ def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num
             each.join()
 
 
-@pytest.mark.parametrize("num_first", [0, 1, 2], ids=["all", "one first", "two first"])
+@pytest.mark.parametrize("num_first", [0, 1, 4, 1000], ids=["all", "one row first", "four first", "all first"])
 @pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
@@ -177,7 +169,6 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
 ) -> None:
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
-    kernels.FirstExperts = namedtuple("FirstExperts", "numbers most_rows")  # type: ignore[attr-defined]
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
@@ -193,14 +184,12 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     gathered = torch.cat([flat, flat.sum(1, keepdim=True)], 1)
     numbers, groups = ((num_first,) * num_ranks, 3) if num_first else ((), 1)
     every = [layouts.ExpertLayout(counts, rank, groups, firsts=numbers) for rank in range(num_ranks)]
-    bound, firsts = every[0].most_grouped - (is_large and not num_first), None
-    if num_first:
-        firsts = exchanges.Firsts(numbers, every[0].most_rows_of(numbers) - is_large)
+    bound = every[0].most_grouped - is_large
     group = Group(num_ranks, copies.NUM_FLAGS, bound)
     tokens = [torch.randn(layout.num_tokens, WIDTH) for layout in every]
     for _ in range(2):
         group.number += 1
-        expected = ahead.Expected(bound, firsts, groups)
+        expected = ahead.Expected(bound, numbers, groups)
         ranks = [Exchange(group, rank) for rank in range(num_ranks)]
         sent = [ahead.AheadDispatch(ranks[rank], tokens[rank], [], expected, rank) for rank in range(num_ranks)]
         for each in sent:
@@ -213,15 +202,14 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
             group.number += 1
             for rank, each in enumerate(sent):
                 each.send_others(ranks[rank])
+            for number in range(groups):
+                for rank, each in enumerate(sent):
+                    assert rows[rank].sorting.ends.tolist() == counts[:, rank].sum(0).cumsum().tolist()
+                    if number < len(every[rank].groups):
+                        check_group(every[rank], number, each, tokens)
+                for each in sent:
+                    each.send_rest()
             for rank, each in enumerate(sent):
-                assert rows[rank].sorting.ends.tolist() == counts[:, rank].sum(0).cumsum().tolist()
-                for part in every[rank].groups:
-                    arrived = each.group(part.number)
-                    for source in range(num_ranks):
-                        for block in every[rank].blocks(source, rank, part.number):
-                            at = block.placed - part.rows.start
-                            there = arrived[at : at + block.num_rows]
-                            assert torch.equal(there, tokens[source][block.sent : block.sent + block.num_rows])
                 assert len(each.all_rows()) == every[rank].num_rows
                 each.join()
                 assert each.num_sent_bytes == (every[rank].num_tokens - every[rank].num_own) * sent[0].format.num_bytes
@@ -229,6 +217,15 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
                     assert each.product(1, 0) is None
                     continue
                 check_products(each, every[rank].num_rows)
+
+
+def check_group(layout: Any, number: int, dispatch: Any, tokens: list[Any]) -> Any:
+    """Return a group's rows, which have arrived from all ranks."""
+    arrived, start = dispatch.group(number), layout.groups[number].rows.start
+    for source, of_source in enumerate(tokens):
+        for sent, placed, num_rows in layout.blocks(source, layout.rank, number):
+            assert torch.equal(arrived[placed - start : placed - start + num_rows], of_source[sent : sent + num_rows])
+    return arrived
 
 
 def check_products(each: Any, num_rows: int) -> None:
@@ -248,7 +245,7 @@ def test_a_bound_follows_the_largest_of_recent_calls() -> None:
     assert expected.next("a layer") is None, "nothing is known yet"
 
     def learn(most_rows: int, firsts: tuple[int, ...] = (), num_groups: int = 4) -> None:
-        layout = SimpleNamespace(most_grouped=most_rows, num_groups=num_groups, most_rows_of=lambda _: most_rows // 4)
+        layout = SimpleNamespace(most_grouped=most_rows, num_groups=num_groups)
         expected.learn("a layer", layout, firsts)
 
     for most_rows in (100, 200, 60):
@@ -257,18 +254,18 @@ def test_a_bound_follows_the_largest_of_recent_calls() -> None:
     for _ in range(2 * ahead.WINDOW):
         learn(80)
     assert expected.next("a layer") == ahead.Expected(90), "a call long ago is forgotten"
-    learn(80, (3, 5))
-    for most_rows in (80, 100, 60):  # these have room where 80 had, and more than half of it
-        learn(most_rows, (4, 4))
-        assert expected.next("a layer")[1:] == (((3, 5), 25), 4)
-    learn(104, (4, 4))
-    assert expected.next("a layer")[1:] == (((4, 4), 33), 4), "there was no room"
-    learn(64, (2, 2))
-    assert expected.next("a layer")[1:] == (((2, 2), 20), 4), "there was too much"
-    learn(64, (1, 1), num_groups=2)
-    assert expected.next("a layer")[1:] == (((1, 1), 20), 2)
+    learn(80, (30, 50))
+    for rows in ((30, 50), (60, 25), (15, 100)):  # from half to twice as many as are given
+        learn(80, rows)
+        assert expected.next("a layer")[1:] == ((30, 50), 4)
+    learn(80, (30, 24))
+    assert expected.next("a layer")[1:] == ((30, 24), 4), "there were too many"
+    learn(80, (61, 24))
+    assert expected.next("a layer")[1:] == ((61, 24), 4), "there were too few"
+    learn(80, (61, 24), num_groups=3)
+    assert expected.next("a layer")[1:] == ((61, 24), 3)
     learn(64)
-    assert expected.next("a layer")[1:] == (None, 0), "all go ahead"
+    assert expected.next("a layer")[1:] == ((), 0), "all go ahead"
     expected.forget("a layer")
     assert expected.next("a layer") is None
 

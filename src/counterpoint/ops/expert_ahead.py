@@ -3,10 +3,10 @@
 Otherwise the GPU would wait while the host reads the counts, finds the places of rows, and issues what sends and multiplies
 them, which takes as long as the matmul of a few thousand tokens. With a bound on the rows of a rank, all of it can be
 issued before the wait: a kernel reads the counts on the GPU and sends the tokens, and torch's grouped matmul reads on the
-GPU where each expert's rows end. Of large calls only the first group of each rank's experts begins so. Its matmul hides what
-the host does, and copy engines bring the other groups' rows beside it.
+GPU where each expert's rows end. Of large calls only the first rows of each rank begin so. Their matmul hides what the host
+does, and copy engines bring the other groups' rows beside it.
 
-The bounds follow from earlier calls, and are the same on all ranks. If a rank's rows are more, no rank sends it any and its
+The bound follows from earlier calls, and is the same on all ranks. If a rank's rows are more, no rank sends it any and its
 matmuls have none; all ranks see that in the counts, and begin again in the usual way.
 """
 
@@ -21,7 +21,6 @@ from counterpoint.ops.expert_exchange import (
     AbstractExpertCopies,
     AbstractExpertExchange,
     ExpertRegion,
-    Firsts,
     RowFormat,
     Rows,
 )
@@ -30,19 +29,18 @@ from counterpoint.schedule.expert_layout import ExpertLayout
 
 WINDOW = 64  # calls after which larger ones are forgotten; chosen, not measured
 SPARE = 1.125  # the bound as a multiple of the most rows seen; chosen, not measured
-FIRST_SPARE = 1.25  # the same of a first group, whose rows vary more
-LEAST_FIRST = 0.5  # a first group that falls below this share of its bound is chosen anew
+FIRST_RANGE = 0.5, 2.0  # first groups stay as they were while calls would choose from this to that many times as many rows
 MOST_SPARE = 0.25  # a product with more rows to spare than this times the rank's is copied, so that backward keeps less
 MAX_KINDS = 1024  # kinds of calls that are remembered; a model has a few
 
 
 class Expected(NamedTuple):
     """What is expected of a call: a bound on the rows of every rank's experts; and, if only first groups are sent ahead,
-    those, and in how many groups the call is computed.
+    each rank's rows in them, and in how many groups the call is computed.
     """
 
     most_rows: int
-    firsts: Firsts | None = None
+    firsts: tuple[int, ...] = ()
     num_groups: int = 0
 
 
@@ -52,17 +50,17 @@ class ExpectedRows:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int, int]] = {}  # most rows in this window and the last one, and calls in this one
-        self._firsts: dict[str, tuple[Firsts, int]] = {}  # with the number of groups
+        self._firsts: dict[str, tuple[tuple[int, ...], int]] = {}  # with the number of groups
 
     def next(self, kind: str) -> Expected | None:
         """Return what is expected of the next call; None if nothing is."""
         if kind not in self._seen:
             return None
         recent, before, _ = self._seen[kind]
-        return Expected(math.ceil(SPARE * max(recent, before)), *self._firsts.get(kind, (None, 0)))
+        return Expected(math.ceil(SPARE * max(recent, before)), *self._firsts.get(kind, ((), 0)))
 
     def learn(self, kind: str, layout: ExpertLayout, firsts: tuple[int, ...] = ()) -> None:
-        """Remember a call. `firsts`: the numbers of experts in first groups, if only these are to be sent ahead."""
+        """Remember a call. `firsts`: each rank's rows in its first group, if only these are to be sent ahead."""
         recent, before, num_calls = self._seen.get(kind, (0, 0, 0))
         if num_calls == WINDOW:
             recent, before, num_calls = 0, recent, 0
@@ -73,13 +71,12 @@ class ExpectedRows:
         known = self._firsts.pop(kind, None)
         if not firsts:
             return
-        if known is not None and known[1] == layout.num_groups:
-            bound, most = known[0].most_rows, layout.most_rows_of(known[0].num_experts)
-            if LEAST_FIRST * bound <= most <= bound:
-                self._firsts[kind] = known  # so that GPUs need no new numbers
-                return
-        bound = math.ceil(FIRST_SPARE * layout.most_rows_of(firsts))
-        self._firsts[kind] = Firsts(firsts, bound), layout.num_groups
+        least, most = FIRST_RANGE
+        is_near = known is not None and all(least * a <= b <= most * a for a, b in zip(known[0], firsts, strict=True))
+        if known is not None and is_near and known[1] == layout.num_groups:
+            self._firsts[kind] = known  # so that GPUs need no new numbers
+        else:
+            self._firsts[kind] = firsts, layout.num_groups
 
     def forget(self, kind: str) -> None:
         """Expect nothing of this kind of call."""
@@ -106,9 +103,8 @@ class AheadDispatch(AbstractDispatch):
         self._exchange, self._tokens, self.expected = exchange, tokens, expected
         self.format = RowFormat.of(tokens)
         self._landed = exchange.region(ExpertRegion.DISPATCH, self.format, expected.most_rows)
-        firsts = expected.firsts
-        self._first = self._landed if firsts is None else self._landed[: firsts.most_rows]  # what is multiplied ahead
-        self._weights = list(weights) if firsts is None else [each[: firsts.num_experts[rank]] for each in weights]
+        self._num_first = expected.firsts[rank] if expected.firsts else self._landed.shape[0]
+        self._weights = weights
         self._products: list[torch.Tensor | None] = []
         self._others: AbstractDispatch | None = None
         self._reads_others = False  # whether their first group has been asked for
@@ -121,14 +117,15 @@ class AheadDispatch(AbstractDispatch):
     def multiply(self) -> None:
         """Multiply the rows when they have arrived."""
         self._exchange.await_ahead()
-        self._products = [multiply_grouped(self._first, each.mT, self._ends[: len(each)]) for each in self._weights]
+        if self._weights:
+            ends = self._ends.clamp(max=self._num_first) if self.expected.firsts else self._ends
+            rows = self._landed[: self._num_first]
+            self._products = [multiply_grouped(rows, each.mT, ends) for each in self._weights]
 
     def settle(self, rows: Rows) -> bool:
         """Return whether the rows are there, now that the host knows how many they are; if not, it gives them up."""
-        self._rows, layout, firsts = rows, rows.layout, self.expected.firsts
-        if layout.most_grouped > self._landed.shape[0] or (
-            firsts and layout.most_rows_of(firsts.num_experts) > firsts.most_rows
-        ):
+        self._rows = rows
+        if rows.layout.most_grouped > self._landed.shape[0]:
             self.drop()
             return False
         rows.sorting.ends = self._ends
@@ -136,7 +133,7 @@ class AheadDispatch(AbstractDispatch):
 
     def send_others(self, exchange: AbstractExpertExchange) -> None:
         """Send the other groups' rows within the current pass, if there are any."""
-        if self.expected.firsts is not None:
+        if self.expected.firsts:
             tokens = self._tokens
             self._others = exchange.dispatch(ExpertRegion.DISPATCH, self._rows, tokens, were_ready=True, first=1)
 
@@ -186,7 +183,7 @@ class AheadDispatch(AbstractDispatch):
     def num_sent_bytes(self) -> int:  # type: ignore[override]  # others have a number
         """See `AbstractDispatch`."""
         layout = self._rows.layout
-        if self.expected.firsts is None:
+        if not self.expected.firsts:
             return (layout.num_tokens - layout.num_own) * self.format.num_bytes
         pieces = (layout.sent(layout.rank, peer, number) for peer, number in layout.outgoing(0, 1))
         by_kernel: int = sum(each.stop - each.start for each in pieces) * self.format.num_bytes

@@ -31,7 +31,6 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
-    Firsts,
     Needed,
     RowFormat,
     Rows,
@@ -203,27 +202,27 @@ class ExpertCopies(AbstractExpertCopies):
         return self._have_triton and rows.num_bytes % VECTOR_BYTES == 0
 
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
     ) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The kernel has a stream of its own."""
-        from counterpoint.ops.expert_kernels import FirstExperts, Sending, send_rows  # noqa: PLC0415  needs Triton
+        from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
         ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
         with torch.cuda.stream(self.torch_stream(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
-            send_rows(sending, gathered, ends, firsts and FirstExperts(self._on_gpu(firsts.num_experts), firsts.most_rows))
+            send_rows(sending, gathered, ends, self._on_gpu(tuple(firsts)) if firsts else None)
         self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
         return ends
 
     def _on_gpu(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        """Return numbers as a vector (int32) that kernels of any stream may read."""
+        """Return numbers as a vector (int64) that kernels of any stream may read."""
         if numbers not in self._vectors:
             if len(self._vectors) >= MAX_VECTORS:
                 torch.cuda.synchronize(self.device)
                 self._vectors.clear()
-            self._vectors[numbers] = torch.tensor(numbers, dtype=torch.int32, device=self.device)  # the host waits
+            self._vectors[numbers] = torch.tensor(numbers, device=self.device)  # the host waits
         return self._vectors[numbers]
 
     def await_ahead(self) -> None:

@@ -7,7 +7,7 @@ both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
@@ -52,13 +52,6 @@ class RowFormat(NamedTuple):
 
 
 Needed: TypeAlias = dict[ExpertRegion, int]  # bytes
-
-
-class Firsts(NamedTuple):
-    """The first groups of a call: the number of experts of each rank's, and the most rows that one may have."""
-
-    num_experts: tuple[int, ...]
-    most_rows: int
 
 
 class Rows(NamedTuple):
@@ -201,12 +194,12 @@ class AbstractExpertCopies(AbstractExpertExchange):
 
     @abstractmethod
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
     ) -> torch.Tensor:
         """Send contiguous tokens to their experts, all ranks together, by the counts that the last `gather` put on the
         device, and return `Places.ends`. `landed` is this rank's memory of `ExpertRegion.DISPATCH`. If it lacks room for
-        all rows, or first groups have more than they may, it gets none, and ends are 0. With `firsts`, other ranks' rows are
-        those for these experts.
+        all rows, it gets none, and ends are 0. With `firsts`, other ranks' rows are those for so many first places of each
+        rank.
         """
 
     @abstractmethod

@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "most_first", "first"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "first"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
     own,
@@ -141,7 +141,6 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     rank,
     most_rows,
     firsts,
-    most_first,
     first,
     num_ranks,
     num_experts,
@@ -166,17 +165,15 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         # no count is larger than what all may be, so that sums cannot wrap around
         has_room = (tl.min(there, 0) >= 0) & (tl.max(there, 0) <= most_rows) & (tl.sum(there, 0) <= most_rows)
         is_own = (tl.min(here, 0) >= 0) & (tl.max(here, 0) <= num_tokens) & (tl.sum(here, 0) == num_tokens)
-        if has_firsts:  # only these experts of other ranks get rows
-            num_first = tl.load(firsts + peer)
-            has_room &= tl.sum(tl.where(experts < num_first, there, 0), 0) <= most_first
-            is_own &= (peer == rank) | (expert < num_first)
-        is_sound = has_room & is_own
-        end = tl.where(is_sound, num_rows, 0).to(tl.int32)
         if is_ending:
             arrived = tl.sum(tl.where(experts <= expert, there, 0), 0)
             tl.store(ends + expert, tl.where(has_room, arrived, 0).to(tl.int32))
         sent = tl.sum(tl.where(lanes < at, here, 0), 0)
         placed = tl.sum(tl.where((experts < expert) | ((experts == expert) & (sources < rank)), there, 0), 0)
+        end = tl.where(has_room & is_own, num_rows, 0)
+        if has_firsts:  # other ranks get no rows for later places
+            end = tl.where(peer == rank, end, tl.minimum(end, tl.maximum(tl.load(firsts + peer) - placed, 0)))
+        end = end.to(tl.int32)
         target = own
         if peer != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
             target += (tl.load(addresses + peer) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
@@ -199,23 +196,17 @@ class Sending(NamedTuple):
     addresses: torch.Tensor
 
 
-class FirstExperts(NamedTuple):
-    """How many experts of each rank get rows (int32, on the device), and how many rows these may have on a rank."""
-
-    numbers: torch.Tensor
-    most_rows: int
-
-
 def send_rows(
     sending: Sending,
     gathered: torch.Tensor,
     ends: torch.Tensor,
-    firsts: FirstExperts | None = None,
+    firsts: torch.Tensor | None = None,
     *,
     is_own_only: bool = False,
 ) -> None:
     """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32);
-    `is_own_only`: only those for this rank's own experts. With `firsts`, other ranks' other experts get none.
+    `is_own_only`: only those for this rank's own experts. With `firsts` (int64, on the
+    device), other ranks get rows only for so many first places of each.
 
     `gathered[source]` are the counts of a rank for the experts of all ranks, and last twice their sum, or 1 more, on the
     device: the host need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows
@@ -236,8 +227,7 @@ def send_rows(
         gathered.stride(0),
         rank,
         landed.shape[0],
-        gathered if firsts is None else firsts.numbers,
-        0 if firsts is None else firsts.most_rows,
+        gathered if firsts is None else firsts,
         first,
         num_ranks,
         num_experts,

@@ -5,7 +5,7 @@ Sends are posted when their rows are ready, and a rank receives a piece when it 
 Nothing overlaps here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -19,7 +19,6 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
-    Firsts,
     Needed,
     RowFormat,
     Rows,
@@ -77,19 +76,15 @@ class ExpertMessages(AbstractExpertCopies):
         return True
 
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Firsts | None = None
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
     ) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The counts are on the host here; on a GPU, a kernel reads them."""
         num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
-        given, num_groups = (firsts.num_experts, 2) if firsts else ((), 1)
-        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), num_groups, firsts=given)
+        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 2 if firsts else 1, firsts=firsts)
         is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
         is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
-        has_room = layout.most_grouped <= landed.shape[0] and (
-            not firsts or layout.most_rows_of(firsts.num_experts) <= firsts.most_rows
-        )
-        if not (is_sound and has_room):
+        if not is_sound or layout.most_grouped > landed.shape[0]:
             return torch.zeros(layout.num_experts, dtype=torch.int32)
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))
         self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed, last=1)

@@ -25,7 +25,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import num_groups_for, sent_ahead, size_for
+from counterpoint.schedule.expert_choice import MOST_GROUPS_OF_FEW, num_groups_for, sent_ahead, size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -35,7 +35,7 @@ TokensPerExpert: TypeAlias = torch.Tensor | Sequence[int]
 
 
 class Pieces(NamedTuple):
-    """How a call's rows are cut: the number of groups of experts, and the experts of each rank's first one, if given."""
+    """How a call's rows are cut: the number of groups of experts, and each rank's rows in its first one, if given."""
 
     number: int
     firsts: tuple[int, ...] = ()
@@ -113,23 +113,13 @@ class ExpertRouting:
             yield group, self._rows_of[group.number]
 
     def _rows_of_group(self, group: ExpertRange) -> ExpertRows:
-        if group.is_cut:
-            return self._rows_of_cut_groups[group.number]
-        start, stop = group.experts.start, group.experts.stop
-        if stop - start == self.layout.num_experts:
+        _, experts, rows, is_cut = group
+        if not is_cut and experts == slice(0, self.layout.num_experts):
             return self.experts
-        ends = self._sorting.ends[start:stop]
-        return ExpertRows(
-            _lengths(self.layout.group_ends[group.number]), ends - self._sorting.ends[start - 1] if start else ends
-        )
-
-    @cached_property
-    def _rows_of_cut_groups(self) -> list[ExpertRows]:
-        ends, device = self.layout.group_ends, self._sorting.gathered.device
-        found = torch.tensor([each for part in ends for each in part], dtype=torch.int32, pin_memory=device.type == "cuda")
-        on_device = found.to(device, non_blocking=True)  # the host does not wait
-        parts = on_device.split(list(map(len, ends)))
-        return [ExpertRows(_lengths(each), part) for each, part in zip(ends, parts, strict=True)]
+        ends = self._sorting.ends[experts]
+        if is_cut:
+            ends = ends.clamp(max=rows.stop)
+        return ExpertRows(_lengths(self.layout.group_ends[group.number]), ends - rows.start if rows.start else ends)
 
     def exchange(self, rows: Rows, regions: Sequence[ExpertRegion]) -> AbstractExpertExchange:
         """Return what moves the rows of a pass that uses these regions, with their memory reserved."""
@@ -251,8 +241,7 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
             ahead.multiply()
 
     on_host, on_device = (experts.copies or experts.library).gather(row, before_the_wait)
-    firsts = ahead.expected.firsts if ahead is not None else None
-    given = Pieces(ahead.expected.num_groups, firsts.num_experts) if ahead is not None and firsts else None
+    given = Pieces(ahead.expected.num_groups, ahead.expected.firsts) if ahead is not None and ahead.expected.firsts else None
     try:
         found = _routing(runtime, call, on_host.numpy().copy(), on_device, given)  # the next call reuses the host's memory
     except OperatorError:
@@ -270,7 +259,7 @@ def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, *, has_besid
     layout = found.layout
     if layout.firsts:  # its groups were given; what they would be otherwise
         layout = ExpertLayout(layout.counts, layout.rank, layout.num_groups, layout.pairs)
-    firsts = layout.first_experts() if found.num_pieces > 1 else ()
+    firsts = layout.first_rows() if found.num_pieces > MOST_GROUPS_OF_FEW else ()
     sent = sent_ahead(found.pair_bytes, has_beside=has_beside, has_first=bool(firsts))
     if sent == "nothing":
         expected.forget(kind)

@@ -6,8 +6,8 @@ are; at the experts' rank, in the order of experts, and within an expert of sour
 are contiguous, their weight is read once, and no kernel has to sort rows: each block of rows, of one source and one expert,
 is copied straight to its place. A piece is a group of consecutive experts: the blocks of all sources for it. The first and
 the last group have half as many rows as the others, because nothing hides the first one's way there, and the last one's
-back. An expert with very many rows is cut. The experts of first groups may be given, where they were chosen before the
-counts were known.
+back. An expert with very many rows is cut. The rows of first groups may be given, where they were chosen before the counts
+were known; then they cut any expert.
 """
 
 from bisect import bisect_left
@@ -51,8 +51,8 @@ class ExpertLayout:
     def __init__(
         self, counts: Counts, rank: int, num_groups: int, pairs: Pairs | None = None, firsts: Sequence[int] = ()
     ) -> None:
-        """`pairs`: the result of `pair_rows` for the counts, if it is known. `firsts`: the number of experts in the first
-        group of each rank, if that is given.
+        """`pairs`: the result of `pair_rows` for the counts, if it is known. `firsts`: each rank's rows in its first group,
+        if these are given.
         """
         self.counts, self.rank, self.firsts = counts, rank, firsts
         self.num_ranks, _, self.num_experts = counts.shape
@@ -104,18 +104,19 @@ class ExpertLayout:
         return [list(self._ranges(*each)) for each in zip(self._ends.tolist(), firsts, strict=True)]
 
     def _ranges(self, ends: list[int], first: int) -> Iterator[ExpertRange]:
-        """Yield the groups of a rank, given where its experts' rows end, and how many experts its first group has or 0."""
-        number = start = 0
+        """Yield the groups of a rank, given where its experts' rows end, and the most rows of its first group or 0."""
+        number = start = origin = 0
         begins_cut, num_rows = False, ends[-1]
         part, num_parts = 1, num_parts_of(self.num_groups)
-        if first and num_rows:  # the others are two parts each, and the last is one
-            yield ExpertRange(0, slice(0, first), slice(0, ends[first - 1]))
-            number, start, part, num_parts = 1, ends[first - 1], 2, num_parts - 1
-            if start == num_rows:
-                return
-        else:
+        if 0 < first < num_rows:  # the other groups are two parts each, and the last one is one
+            last = bisect_left(ends, first)
+            begins_cut = ends[last] > first
+            yield ExpertRange(0, slice(0, last + 1), slice(0, first), begins_cut)
+            number, start, origin, part, num_parts = 1, first, first, 2, num_parts - 1
+            first = last if begins_cut else last + 1
+        elif first:
+            part = num_parts  # all rows are in the first group
             first = 0
-        origin = start
         for at in range(part, num_parts, 2):
             stop = origin + at * (num_rows - origin) // num_parts
             last = bisect_left(ends, stop)
@@ -127,15 +128,11 @@ class ExpertLayout:
                 number, start, first, begins_cut = number + 1, stop, last if is_cut else last + 1, is_cut
         yield ExpertRange(number, slice(first, self.num_experts), slice(start, num_rows), begins_cut)
 
-    def first_experts(self) -> tuple[int, ...]:
-        """Return how many experts each rank's first group has; nothing if one of these is cut, or has all rows of a rank."""
-        if any(each[0].is_cut or len(each) == 1 for each in self.ranges):
+    def first_rows(self) -> tuple[int, ...]:
+        """Return how many rows each rank's first group has; nothing if no rank has a second group."""
+        if all(len(each) == 1 for each in self.ranges):
             return ()
-        return tuple(each[0].experts.stop for each in self.ranges)
-
-    def most_rows_of(self, firsts: Sequence[int]) -> int:
-        """Return the most rows that so many experts of each rank have together, from the first on."""
-        return max(int(ends[number - 1]) for ends, number in zip(self._ends, firsts, strict=True))
+        return tuple(max(1, each[0].rows.stop) for each in self.ranges)
 
     @property
     def groups(self) -> list[ExpertRange]:
