@@ -192,10 +192,8 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
         expected = ahead.Expected(bound, numbers, groups)
         ranks = [Exchange(group, rank) for rank in range(num_ranks)]
         sent = [ahead.AheadDispatch(ranks[rank], tokens[rank], [], expected, rank) for rank in range(num_ranks)]
-        for each in sent:
-            each.send(gathered)
-        for each in sent:
-            each.multiply()
+        for act in (lambda each: each.send(gathered), lambda each: each.multiply()):
+            list(map(act, sent))
         rows = [exchanges.Rows(layout, sent[0].format, exchanges.Sorting(layout, gathered)) for layout in every]
         assert [each.settle(of_rank) for each, of_rank in zip(sent, rows, strict=True)] == [not is_large] * num_ranks
         if not is_large:
