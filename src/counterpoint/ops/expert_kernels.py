@@ -17,7 +17,7 @@ from counterpoint.schedule.expert_layout import ExpertLayout
 BLOCK = 2048
 ROW_BLOCK = 1024
 SENT_BLOCK = 8192  # most numbers of a row that a CTA has in flight; chosen, not measured
-SENDING_CTAS = 8192  # about how many are launched; those without rows end at once
+SENDING_CTAS, UNITS_OF_A_CTA = 1056, 8  # as many as an H200 runs at once; so many units that CTAs end together
 NUM_WARPS = 8
 VECTOR_BYTES = 16  # what a thread reads and writes at once
 
@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "first"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride", "rank", "most_rows", "unit"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
     own,
@@ -141,47 +141,63 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     rank,
     most_rows,
     firsts,
-    first,
+    unit,
     num_ranks,
     num_experts,
     number,
     has_firsts: tl.constexpr,
-    size: tl.constexpr,
+    is_own_only: tl.constexpr,
+    peers: tl.constexpr,
+    experts: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """One block of rows from the block `first` on, for an expert of a rank: every num_programs(1)-th row to its place."""
-    at = first + tl.program_id(0)
-    peer, expert = at // num_experts, at % num_experts
-    num_rows = tl.load(counts + rank * stride + at)
-    is_ending = (peer == rank) & (tl.program_id(1) == 0)
-    if (tl.program_id(1) < num_rows) | is_ending:
-        lanes = tl.arange(0, size)
-        inside = lanes < num_ranks * num_experts
-        sources, experts = lanes // num_experts, lanes % num_experts
-        here = tl.load(counts + rank * stride + lanes, mask=inside, other=0)
-        there = tl.load(counts + sources * stride + peer * num_experts + experts, mask=inside, other=0)
-        num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts) // 2
-        # no count is larger than what all may be, so that sums cannot wrap around
-        has_room = (tl.min(there, 0) >= 0) & (tl.max(there, 0) <= most_rows) & (tl.sum(there, 0) <= most_rows)
-        is_own = (tl.min(here, 0) >= 0) & (tl.max(here, 0) <= num_tokens) & (tl.sum(here, 0) == num_tokens)
-        if is_ending:
-            arrived = tl.sum(tl.where(experts <= expert, there, 0), 0)
-            tl.store(ends + expert, tl.where(has_room, arrived, 0).to(tl.int32))
-        sent = tl.sum(tl.where(lanes < at, here, 0), 0)
-        placed = tl.sum(tl.where((experts < expert) | ((experts == expert) & (sources < rank)), there, 0), 0)
-        end = tl.where(has_room & is_own, num_rows, 0)
-        if has_firsts:  # other ranks get no rows for later places
-            end = tl.where(peer == rank, end, tl.minimum(end, tl.maximum(tl.load(firsts + peer) - placed, 0)))
-        end = end.to(tl.int32)
+    """Every num_programs-th unit: up to `unit` rows of one block, of an expert of a peer. So a program does as much for
+    one large block as for many small ones. Matrices are (peers, experts), each a power of two.
+    """
+    peer, expert = tl.arange(0, peers)[:, None], tl.arange(0, experts)[None, :]
+    inside, at = (peer < num_ranks) & (expert < num_experts), peer * num_experts + expert
+    here = tl.load(counts + rank * stride + at, mask=inside, other=0)
+    num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts) // 2
+    total = tl.zeros([peers, experts], tl.int64)  # rows of all ranks, and of those before this one
+    before, least, most = total, total, total
+    for source in range(num_ranks):
+        there = tl.load(counts + source * stride + at, mask=inside, other=0)
+        total += there
+        before += tl.where(source < rank, there, 0)
+        least, most = tl.minimum(least, there), tl.maximum(most, there)
+    # no count is larger than what all may be, so that sums cannot wrap around
+    has_room = (tl.min(least, 1) >= 0) & (tl.max(most, 1) <= most_rows) & (tl.sum(total, 1) <= most_rows)
+    is_own = (tl.min(here) >= 0) & (tl.max(here) <= num_tokens) & (tl.sum(here) == num_tokens)
+    arrived = tl.cumsum(total, 1)
+    placed = arrived - total + before
+    if tl.program_id(0) == 0:
+        found = tl.where(has_room[:, None], arrived, 0).to(tl.int32)
+        tl.store(ends + expert + 0 * peer, found, mask=inside & (peer == rank))
+    num_rows = tl.where(has_room[:, None] & is_own, here, 0)
+    if has_firsts:  # other ranks get no rows for later places
+        first = tl.load(firsts + peer, mask=peer < num_ranks, other=0)
+        num_rows = tl.where(peer == rank, num_rows, tl.minimum(num_rows, tl.maximum(first - placed, 0)))
+    if is_own_only:
+        num_rows = tl.where(peer == rank, num_rows, 0)
+    num_units = (num_rows + unit - 1) // unit
+    of_peer, of_rows = tl.sum(num_units, 1), tl.sum(here, 1)
+    unit_start = (tl.cumsum(of_peer, 0) - of_peer)[:, None] + tl.cumsum(num_units, 1) - num_units
+    sent = (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(here, 1) - here
+    for taken in range(tl.program_id(0), tl.sum(of_peer).to(tl.int32), tl.num_programs(0)):
+        is_taken = (unit_start <= taken) & (taken < unit_start + num_units)  # one block
+        begin = (taken - tl.sum(tl.where(is_taken, unit_start, 0))) * unit
+        end = tl.minimum(begin + unit, tl.sum(tl.where(is_taken, num_rows, 0)))
+        source_row, target_row = tl.sum(tl.where(is_taken, sent, 0)), tl.sum(tl.where(is_taken, placed, 0))
+        to = tl.sum(tl.where(is_taken, peer, 0))
         target = own
-        if peer != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
-            target += (tl.load(addresses + peer) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
-        for row in range(tl.program_id(1), end, tl.num_programs(1)):
+        if to != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
+            target += (tl.load(addresses + to) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
+        for row in range(begin.to(tl.int32), end.to(tl.int32)):
             for start in range(0, number, block):
                 place = start + tl.arange(0, block)
-                held = tl.load(rows + (sent + row) * number + place, mask=place < number)
-                tl.store(target + (placed + row) * number + place, held, mask=place < number)
+                held = tl.load(rows + (source_row + row) * number + place, mask=place < number)
+                tl.store(target + (target_row + row) * number + place, held, mask=place < number)
 
 
 class Sending(NamedTuple):
@@ -214,11 +230,8 @@ def send_rows(
     """
     rank, rows, landed, addresses = sending
     num_ranks, width = gathered.shape[0], rows.shape[1]
-    num_blocks = gathered.shape[1] - 1
-    num_experts = num_blocks // num_ranks
-    first, num_sent = (rank * num_experts, num_experts) if is_own_only else (0, num_blocks)
-    grid = num_sent, max(1, min(rows.shape[0], SENDING_CTAS // num_sent))
-    send_rows_kernel[grid](
+    num_experts = (gathered.shape[1] - 1) // num_ranks
+    send_rows_kernel[(min(SENDING_CTAS, max(1, rows.shape[0])),)](
         rows,
         landed,
         addresses,
@@ -228,12 +241,14 @@ def send_rows(
         rank,
         landed.shape[0],
         gathered if firsts is None else firsts,
-        first,
+        max(1, triton.cdiv(rows.shape[0], UNITS_OF_A_CTA * SENDING_CTAS)),
         num_ranks,
         num_experts,
         width,
         has_firsts=firsts is not None,
-        size=triton.next_power_of_2(num_blocks),
+        is_own_only=is_own_only,
+        peers=triton.next_power_of_2(num_ranks),
+        experts=triton.next_power_of_2(num_experts),
         block=min(SENT_BLOCK, triton.next_power_of_2(width)),
         vector=VECTOR_BYTES // rows.itemsize,
         num_warps=NUM_WARPS,
