@@ -30,6 +30,7 @@ SECTIONS = (
     "ddp_checkpoints",
     "ddp_copies_of_a_model",
     "ddp_gives_way_to_a_hook_of_the_job",
+    "ddp_in_join",
     "ddp_sparse_gradients",
     "ddp_without_memory",
     "ddp_in_place",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
@@ -252,3 +253,25 @@ def ddp_without_memory() -> None:
     assert state.num_by_copies == 0
     assert state.num_by_library >= NUM_STEPS
     ops.release()
+
+
+def ddp_in_join() -> None:
+    """Where ranks have unlike numbers of steps, the library averages, over as many ranks as the job says."""
+    for choices in ({}, {"divide_by_initial_world_size": False}):
+        results, states = [], []
+        for is_ours in (False, True):
+            model = wrapped()
+            states += [ddp.register(model, least_part_bytes=0, least_piece_bytes=0)] if is_ours else []
+            trained(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with Join([model], **choices):  # as model.join() does, which takes no other model or optimizer
+                for step in range(2 + dist.get_rank()):
+                    model(given_to(dist.get_rank() + 10 * step)).pow(2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            results.append([each.detach().clone() for each in model.parameters()])
+        assert_close(results[1], results[0], 1e-4)
+        (state,) = states
+        assert 0 < state.num_in_place < state.num_by_copies < NUM_STEPS * len(results[0])
+        assert state.num_by_library > 0
+        assert "runs in join()" in str(state)
