@@ -19,7 +19,7 @@ replicas of shards (HSDP) stays with the library.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -335,16 +335,18 @@ def use_copy_engines(
     require_least_piece(least_piece_bytes)
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
-    groups = {name or "the root": _parameters_of(module) for name, module in modules.items()}
-    _require_untaken([each for found in groups.values() for each in found])
+    groups: dict[FSDPParamGroup, str] = {}
+    for name, module in modules.items():
+        for parameters in _parameters_of(module):
+            groups.setdefault(parameters, name or "the root")  # modules that were sharded as a list share a group
+    _require_untaken(groups)
     in_use: CopyEnginesInUse | None = None
-    for name, found in groups.items():
-        for parameters in found:
-            in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
-            if isinstance(parameters.mesh_info, FSDPMeshInfo):
-                in_use.take_over(parameters)
-            else:
-                in_use.refused[name] = "its parameters are replicated, not sharded"
+    for parameters, name in groups.items():
+        in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
+        if isinstance(parameters.mesh_info, FSDPMeshInfo):
+            in_use.take_over(parameters)
+        else:
+            in_use.refused[name] = "its parameters are replicated, not sharded"
     if in_use is None or not in_use._earlier:
         raise IntegrationError(f"No FSDP2 module of {type(model).__name__} has sharded parameters. Shard one that has some.")
     in_use.least_piece_bytes = least_piece_bytes
@@ -371,7 +373,7 @@ def _parameters_of(module: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _require_untaken(groups: list[FSDPParamGroup]) -> None:
+def _require_untaken(groups: Iterable[FSDPParamGroup]) -> None:
     require(
         not any(isinstance(parameters._all_gather_comm, GatherByCopies) for parameters in groups),
         IntegrationError,

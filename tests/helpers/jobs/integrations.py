@@ -76,6 +76,7 @@ from integration_sections.sharded_switching import (
     fsdp2_refuses_a_second_call,
     fsdp2_switches_between_steps,
     fsdp2_two_models,
+    fsdp2_undoes_modules_that_share_a_group,
     fsdp2_without_memory,
 )
 from integration_sections.tensor_parallel_blocks import (
@@ -162,6 +163,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         fsdp2_on_a_mesh_of_two_dimensions,
         fsdp2_switches_between_steps,
         fsdp2_refuses_a_second_call,
+        fsdp2_undoes_modules_that_share_a_group,
         fsdp2_two_models,
         fsdp2_checkpoints,
         fsdp2_without_memory,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from counterpoint import ops
 from counterpoint.integrations import fsdp2
@@ -217,6 +217,27 @@ def fsdp2_refuses_a_second_call() -> None:
     in_use.undo()
     refused(lambda: in_use.use(gathers=True, reduces=True), "undo.. has restored the model's own collectives")
     assert fsdp2.use_copy_engines(model, least_part_bytes=0).is_on
+
+
+def fsdp2_undoes_modules_that_share_a_group() -> None:
+    """Modules that `fully_shard` takes as a list have one group of parameters, which is taken over and given back once."""
+    results = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = Deep(36).to(DEVICE)
+        fully_shard(list(model.layers))
+        fully_shard(model)
+
+        def turn(step: int) -> None:
+            if step in (0, 2):
+                in_use.append(fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0))  # noqa: B023
+                assert str(in_use[-1]).startswith("2 groups of parameters"), in_use[-1]  # noqa: B023
+            elif step == 1:
+                in_use[-1].undo()  # noqa: B023  called within this turn
+
+        in_use: list[fsdp2.CopyEnginesInUse] = []
+        results.append(trained(model, turn if is_ours else lambda _: None))
+    assert_close(results[1], results[0], 1e-4)
 
 
 def fsdp2_two_models() -> None:
