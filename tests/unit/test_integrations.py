@@ -15,6 +15,7 @@ SECTIONS = (
     "bare_collectives_give_the_librarys_results",
     "bare_collectives_repeated",
     "bare_collectives_in_place",
+    "bare_collectives_answer_as_the_librarys",
     "bare_collectives_left_to_the_library",
     "bare_collectives_leave_ddp_alone",
     "bare_collectives_without_memory",

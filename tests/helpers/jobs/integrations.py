@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from integration_sections.bare_collectives import (
+    bare_collectives_answer_as_the_librarys,
     bare_collectives_compiled,
     bare_collectives_give_the_librarys_results,
     bare_collectives_in_place,
@@ -123,6 +124,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         bare_collectives_give_the_librarys_results,
         bare_collectives_repeated,
         bare_collectives_in_place,
+        bare_collectives_answer_as_the_librarys,
         bare_collectives_left_to_the_library,
         bare_collectives_leave_ddp_alone,
         bare_collectives_compiled,
