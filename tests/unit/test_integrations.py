@@ -21,6 +21,7 @@ SECTIONS = (
     "bare_collectives_without_memory",
     "ddp_gradients",
     "ddp_types",
+    "ddp_among_ignored_parameters",
     "ddp_compression",
     "ddp_falls_back",
     "ddp_refuses",

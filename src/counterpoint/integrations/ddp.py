@@ -315,8 +315,7 @@ def register(
     )
     _require_types(model, compression)
     _require_no_hook(model)
-    place = model.process_group, next(iter(model.parameters())).device, "ddp"
-    lanes = Lanes(place, in_flight, across_hosts)
+    lanes = Lanes((model.process_group, model.device, "ddp"), in_flight, across_hosts)
     state = BucketAverages(model, lanes, compression, (least_part_bytes, least_piece_bytes, max_buffer_bytes))
     try:
         model.register_comm_hook(state, BucketAverages.average)
@@ -394,7 +393,8 @@ def watch_job() -> None:
 
 
 def _require_types(model: DistributedDataParallel, compression: Compression | None) -> None:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    # without those that the job told DDP to ignore
+    dtypes = {parameter.dtype for parameter in model._module_parameters if parameter.requires_grad}
     require(
         compression != "bf16" or any(dtype in WIDER_THAN_BFLOAT16 for dtype in dtypes),
         IntegrationError,

@@ -23,6 +23,7 @@ from integration_sections.bare_collectives import (
 )
 from integration_sections.comparing import DEVICE
 from integration_sections.data_parallel import (
+    ddp_among_ignored_parameters,
     ddp_compression,
     ddp_falls_back,
     ddp_gradients,
@@ -131,6 +132,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         bare_collectives_without_memory,
         ddp_gradients,
         ddp_types,
+        ddp_among_ignored_parameters,
         ddp_compression,
         ddp_falls_back,
         ddp_refuses,
