@@ -56,6 +56,7 @@ SECTIONS = (
     "fsdp2_switches_between_steps",
     "fsdp2_refuses_a_second_call",
     "fsdp2_undoes_modules_that_share_a_group",
+    "fsdp2_leaves_collectives_of_the_job",
     "fsdp2_two_models",
     "fsdp2_checkpoints",
     "fsdp2_without_memory",

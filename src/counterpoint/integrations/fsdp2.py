@@ -288,9 +288,12 @@ class CopyEnginesInUse:
         parameters._reduce_scatter_comm = ReduceByCopies(parameters, self)
 
     def undo(self) -> None:
-        """Restore the original collectives. Call it between steps, on every rank."""
+        """Restore the original collectives where the job has set no others since. Call it between steps, on every rank."""
         for parameters, gather, reduce in self._earlier:
-            parameters._all_gather_comm, parameters._reduce_scatter_comm = gather, reduce
+            if isinstance(parameters._all_gather_comm, GatherByCopies):
+                parameters._all_gather_comm = gather
+            if isinstance(parameters._reduce_scatter_comm, ReduceByCopies):
+                parameters._reduce_scatter_comm = reduce
         self.memory.undo(parameters for parameters, _, _ in self._earlier)
         self.are_gathers_on = self.are_reduces_on = False
         self._earlier.clear()
@@ -343,15 +346,30 @@ def use_copy_engines(
     in_use: CopyEnginesInUse | None = None
     for parameters, name in groups.items():
         in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
-        if isinstance(parameters.mesh_info, FSDPMeshInfo):
-            in_use.take_over(parameters)
+        obstacle = _obstacle_to(parameters)
+        if obstacle:
+            in_use.refused[name] = obstacle
         else:
-            in_use.refused[name] = "its parameters are replicated, not sharded"
+            in_use.take_over(parameters)
     if in_use is None or not in_use._earlier:
-        raise IntegrationError(f"No FSDP2 module of {type(model).__name__} has sharded parameters. Shard one that has some.")
+        refused = "; ".join(f"{name}: {why}" for name, why in (in_use.refused if in_use else {}).items())
+        raise IntegrationError(
+            f"No FSDP2 module of {type(model).__name__} has sharded parameters that copies can serve"
+            f"{f' ({refused})' if refused else ''}. Shard one that has some, and leave its collectives to FSDP."
+        )
     in_use.least_piece_bytes = least_piece_bytes
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
+
+
+def _obstacle_to(parameters: FSDPParamGroup) -> str:
+    """Return why a group of parameters is left alone, or nothing."""
+    if not isinstance(parameters.mesh_info, FSDPMeshInfo):
+        return "its parameters are replicated, not sharded"
+    for each in (type(parameters._all_gather_comm), type(parameters._reduce_scatter_comm)):
+        if not each.__module__.startswith("torch.distributed.fsdp."):
+            return f"the job has set a collective of its own, {each.__name__}"
+    return ""
 
 
 def _in_place(gradients: torch.Tensor) -> ReduceInPlace | None:

@@ -12,6 +12,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from counterpoint import ops
 from counterpoint.integrations import fsdp2
@@ -238,6 +239,36 @@ def fsdp2_undoes_modules_that_share_a_group() -> None:
         in_use: list[fsdp2.CopyEnginesInUse] = []
         results.append(trained(model, turn if is_ours else lambda _: None))
     assert_close(results[1], results[0], 1e-4)
+
+
+class DoublingGather(DefaultAllGather):
+    """A collective of the job's own, which changes what it gathers."""
+
+    def __call__(self, output_tensor: torch.Tensor, *arguments: object, **named: object) -> dist.Work | None:
+        work = super().__call__(output_tensor, *arguments, **named)
+        if work is not None:
+            work.wait()
+        output_tensor *= 2
+        return None
+
+
+def fsdp2_leaves_collectives_of_the_job() -> None:
+    """A module whose collectives the job has set keeps them, whether it sets them before or afterwards."""
+    results = []
+    for is_ours in (False, True):
+        model = sharded()
+        model.layers[1].set_custom_all_gather(DoublingGather())
+        in_use = fsdp2.use_copy_engines(model, least_part_bytes=0) if is_ours else None
+        model.layers[2].set_custom_all_gather(DoublingGather())
+        results.append(trained(model))
+    assert_close(results[1], results[0], 1e-4)
+    assert in_use is not None
+    assert "layers.1 is left alone: the job has set a collective of its own, DoublingGather" in str(in_use)
+    in_use.undo()
+    assert isinstance(fsdp2._parameters_of(model.layers[2])[0]._all_gather_comm, DoublingGather)
+    alone = fully_shard(nn.Linear(8, 8))
+    alone.set_custom_all_gather(DoublingGather())
+    refused(lambda: fsdp2.use_copy_engines(alone), "the root: the job has set a collective of its own, DoublingGather")
 
 
 def fsdp2_two_models() -> None:
