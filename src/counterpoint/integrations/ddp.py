@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Literal, final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,7 @@ class BucketAverages:
         self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
         self._in_place = AveragesInPlace(lanes.group.size(), least_part_bytes, least_piece_bytes)
+        finalize(model, self._in_place.forget).atexit = False  # whoever keeps this object does not keep the parameters
         self._is_pass_in_place = False
         self._room: bool | None = None  # whether gradients can lie beside buckets, once that was looked at
         self._of_job: tuple[Hook, object] | None = None  # a hook that averages in place of this one, and its state

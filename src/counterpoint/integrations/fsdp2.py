@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -186,7 +187,8 @@ class CopyEnginesInUse:
         self._least_part_bytes = least_part_bytes
         self._buffers: dict[str, GatherBuffers] = {}
         self._reduces: dict[str, tuple[Lanes, Tally]] = {}
-        self._earlier: list[tuple[FSDPParamGroup, AllGather, ReduceScatter]] = []
+        # not the model itself: whoever keeps this object does not keep the parameters
+        self._earlier: list[tuple[ref[FSDPParamGroup], AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
         self.memory = ParameterMemory(device)
         self.least_piece_bytes = LEAST_PIECE_BYTES
@@ -282,19 +284,28 @@ class CopyEnginesInUse:
 
     def take_over(self, parameters: FSDPParamGroup) -> None:
         """Replace this group of parameters' collectives by copies."""
-        self._earlier.append((parameters, parameters._all_gather_comm, parameters._reduce_scatter_comm))
+        taken = ref(parameters, self._free_memory)
+        self._earlier.append((taken, parameters._all_gather_comm, parameters._reduce_scatter_comm))
         self.memory.adopt(parameters)
         parameters._all_gather_comm = GatherByCopies(parameters, self)
         parameters._reduce_scatter_comm = ReduceByCopies(parameters, self)
 
+    def _free_memory(self, _: ref[FSDPParamGroup]) -> None:
+        """Free what is kept of the model's gathered parameters, if the model is gone. Its lanes stay, for ranks notice the
+        end of a model at different times.
+        """
+        if not any(taken() for taken, _, _ in self._earlier):
+            self.memory.undo([])
+
     def undo(self) -> None:
         """Restore the original collectives where the job has set no others since. Call it between steps, on every rank."""
-        for parameters, gather, reduce in self._earlier:
+        alive = [(each, gather, reduce) for taken, gather, reduce in self._earlier if (each := taken()) is not None]
+        for parameters, gather, reduce in alive:
             if isinstance(parameters._all_gather_comm, GatherByCopies):
                 parameters._all_gather_comm = gather
             if isinstance(parameters._reduce_scatter_comm, ReduceByCopies):
                 parameters._reduce_scatter_comm = reduce
-        self.memory.undo(parameters for parameters, _, _ in self._earlier)
+        self.memory.undo(parameters for parameters, _, _ in alive)
         self.are_gathers_on = self.are_reduces_on = False
         self._earlier.clear()
         while self._claims:

@@ -1,8 +1,10 @@
 """DDP that changes between copies and the library between steps: the same bits as a bare job whenever copies are off."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -159,6 +161,18 @@ def ddp_models_that_come_and_go() -> None:
     trained(first)
     assert states[0].num_by_copies > counts[0]
     assert [state.num_by_copies for state in states[1:]] == counts[1:]
+
+
+def ddp_keeps_no_model() -> None:
+    """A model that the job drops is gone, although what was returned is kept."""
+    model = wrapped()
+    state = ddp.register(model, least_part_bytes=0, least_piece_bytes=0)
+    trained(model)
+    assert state.num_in_place > 0
+    parameters = [ref(each) for each in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(each() is not None for each in parameters)
 
 
 def ddp_checkpoints() -> None:

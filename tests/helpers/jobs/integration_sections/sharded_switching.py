@@ -1,9 +1,11 @@
 """FSDP2 in the ways that frameworks use it, and changing between copies and the library between steps."""
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -269,6 +271,22 @@ def fsdp2_leaves_collectives_of_the_job() -> None:
     alone = fully_shard(nn.Linear(8, 8))
     alone.set_custom_all_gather(DoublingGather())
     refused(lambda: fsdp2.use_copy_engines(alone), "the root: the job has set a collective of its own, DoublingGather")
+
+
+def fsdp2_keeps_no_model() -> None:
+    """A model that the job drops is gone, with what was gathered of it, although what was returned is kept."""
+    model = sharded(width=36)
+    in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0)
+    trained(model)
+    (group,) = fsdp2._parameters_of(model.layers[0])
+    gathered = group.fsdp_params[0].all_gather_outputs[0]
+    assert gathered.untyped_storage().size() > 0, "of two groups it stays, for a while"
+    parameters = [ref(each) for each in model.parameters()]
+    del model, group
+    gc.collect()
+    assert not any(each() is not None for each in parameters)
+    assert gathered.untyped_storage().size() == 0
+    in_use.undo()
 
 
 def fsdp2_two_models() -> None:
