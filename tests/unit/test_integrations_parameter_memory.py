@@ -49,9 +49,18 @@ def test_memory_is_freed_two_groups_later(memory: Any) -> None:
         gather(memory, layer)
         layer.free_unsharded_param()
         assert layer.is_allocated
-    assert [layer.is_allocated for layer in layers] == [False, False, True, True, True]
+    assert [layer.is_allocated for layer in layers] == [False, False, False, True, True]
     gather(memory, layers[0])
     assert [layer.is_allocated for layer in layers] == [True, False, False, True, True]
+
+
+def test_no_more_than_two_groups_stay_where_all_leave_and_none_is_gathered(memory: Any) -> None:
+    layers = adopted(memory, 6)
+    for layer in layers:
+        gather(memory, layer)
+    for number, layer in enumerate(layers):  # as at the end of a backward pass
+        layer.free_unsharded_param()
+        assert [each.is_allocated for each in layers] == [not number - 1 > place for place in range(6)]
 
 
 def test_what_is_gathered_again_at_once_is_in_use_until_it_is_freed_again(memory: Any) -> None:
@@ -60,7 +69,7 @@ def test_what_is_gathered_again_at_once_is_in_use_until_it_is_freed_again(memory
         gather(memory, layer)
         if layer is not layers[0]:
             layer.free_unsharded_param()
-    assert all(layer.is_allocated for layer in layers)
+    assert [layer.is_allocated for layer in layers] == [True, False, True, True]
     layers[0].free_unsharded_param()
     layers[0].free_unsharded_param()  # as FSDP does where parameters had fewer shards after forward
     assert layers[0].is_allocated

@@ -5,18 +5,18 @@
 
 Beside NCCL's kernels, matmuls lose SMs; beside copies, they run at full speed, and only the sum of a bucket needs SMs.
 Where gradients are large enough, they are averaged where autograd leaves them, without buckets (`ddp_in_place.py`).
-docs/integrations.md has figures. This module knows about static graphs and join() only what a communication hook is
-told. DDP keeps a hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The
-exception: with 3, 5, 6 or 7 ranks, the last bit may differ for gradients that persist as views of buckets
-(`zero_grad(set_to_none=False)`), because DDP divides them where it multiplies others. The model itself does not hold the
-hook's state, so it can be copied and saved; a copy has no hook.
+docs/integrations.md has figures. This module knows about static graphs only what a communication hook is told. DDP keeps a
+hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The exception: with 3, 5, 6 or 7
+ranks, the last bit may differ for gradients that persist as views of buckets (`zero_grad(set_to_none=False)`), because DDP
+divides them where it multiplies others. The model itself does not hold the hook's state, so it can be copied and saved; a
+copy has no hook.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Literal, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -64,18 +64,20 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 class BucketAverages:
     """State of the hook: lanes, wire format, whether it is on, and what was done how."""
 
-    def __init__(self, lanes: Lanes, compression: Compression | None, limits: tuple[int, int, int]) -> None:
-        self._lanes = lanes
+    def __init__(
+        self, model: DistributedDataParallel, lanes: Lanes, compression: Compression | None, limits: tuple[int, int, int]
+    ) -> None:
+        self._model, self._lanes = ref(model), lanes  # the model holds its hook
         least_part_bytes, least_piece_bytes, self._max_buffer_bytes = limits
         self._wire, self._as_is = WIRES[compression](), AsIs()
         self._compression = compression
         self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
         self._in_place = AveragesInPlace(lanes.group.size(), least_part_bytes, least_piece_bytes)
+        finalize(model, self._in_place.forget).atexit = False  # whoever keeps this object does not keep the parameters
         self._is_pass_in_place = False
         self._room: bool | None = None  # whether gradients can lie beside buckets, once that was looked at
         self._of_job: tuple[Hook, object] | None = None  # a hook that averages in place of this one, and its state
-        self.is_in_join = False  # buckets stay with the library then
 
     def give_way(self, hook: Hook, state: object) -> None:
         """Leave all buckets to a hook of the job's own from now on. Call it between steps, on every rank."""
@@ -92,6 +94,12 @@ class BucketAverages:
             self._lanes.prepare()
         else:
             self._in_place.remove()
+
+    @property
+    def is_in_join(self) -> bool:
+        """Whether the job has joined the model, alone or with others: from then on its buckets are the library's."""
+        model = self._model()
+        return model is not None and bool(model._join_config.enable)
 
     @property
     def is_on(self) -> bool:
@@ -181,7 +189,7 @@ class BucketAverages:
             self._tally.count_library(OF_THE_JOB)
             return hook(state, bucket)
         if self._is_librarys(flat):
-            return _average_by_library(flat, self._lanes.group)
+            return _average_by_library(flat, self._lanes.group, self._num_averaged())
         return future_of(flat, self._average_parts(flat, self._wire_for(flat.dtype)))
 
     def _is_librarys(self, flat: torch.Tensor) -> bool:
@@ -199,6 +207,16 @@ class BucketAverages:
         is_librarys = self._tally.is_librarys
         return is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle)
 
+    def _num_averaged(self) -> int:
+        """Return by how many ranks to divide: in join() the job may ask for those that still have inputs."""
+        model, group = self._model(), self._lanes.group
+        if not self.is_in_join or model is None or model._divide_by_initial_world_size:
+            return int(group.size())
+        # a rank without inputs calls the hook outside of a backward pass
+        has_inputs = torch.tensor(float(torch._C._current_graph_task_id() >= 0), device=self._lanes.device)
+        library_all_reduce(has_inputs, group=group)
+        return int(has_inputs.item())
+
     def _wire_for(self, dtype: torch.dtype) -> AbstractWire:
         """Return the wire format of a bucket; one that bf16 would not shrink is sent unchanged."""
         return self._as_is if self._compression == "bf16" and dtype not in WIDER_THAN_BFLOAT16 else self._wire
@@ -209,7 +227,8 @@ class BucketAverages:
         parts, levels = [[part] for part in flat.split(most)], self._lanes.levels
         streams, num_done = self._on_lanes(parts, lambda lane, part: all_reduce(lane, levels, part[0], wire))
         if num_done < len(parts):
-            library_all_reduce(_scaled(flat[num_done * most :], self._lanes.group), group=self._lanes.group)
+            group = self._lanes.group
+            library_all_reduce(_scaled(flat[num_done * most :], group.size()), group=group)
             return [*streams, *streams_of(flat)]
         return streams
 
@@ -297,9 +316,8 @@ def register(
     )
     _require_types(model, compression)
     _require_no_hook(model)
-    place = model.process_group, next(iter(model.parameters())).device, "ddp"
-    lanes = Lanes(place, in_flight, across_hosts)
-    state = BucketAverages(lanes, compression, (least_part_bytes, least_piece_bytes, max_buffer_bytes))
+    lanes = Lanes((model.process_group, model.device, "ddp"), in_flight, across_hosts)
+    state = BucketAverages(model, lanes, compression, (least_part_bytes, least_piece_bytes, max_buffer_bytes))
     try:
         model.register_comm_hook(state, BucketAverages.average)
     except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
@@ -357,10 +375,10 @@ def _without_reducer(model: DistributedDataParallel) -> Iterator[None]:
 
 @cache
 def watch_job() -> None:
-    """Watch, in a job that nobody edits, what it does with the models of `register`: from now on a hook that it registers
-    takes over, and a model that it joins leaves its buckets to the library. All ranks do either between the same steps.
+    """Let a hook that a job that nobody edits registers from now on take over a model of `register`. All ranks register it
+    between the same steps.
     """
-    register_for_job, join_for_job = DistributedDataParallel.register_comm_hook, DistributedDataParallel.join
+    register_for_job = DistributedDataParallel.register_comm_hook
 
     @wraps(register_for_job)
     def register_comm_hook(model: DistributedDataParallel, state: object, hook: Hook) -> None:
@@ -372,19 +390,12 @@ def watch_job() -> None:
         model._comm_hooks.append((hook, state))
         averages.give_way(hook, state)
 
-    @wraps(join_for_job)
-    def join(model: DistributedDataParallel, *arguments: Any, **named: Any) -> Any:
-        averages = _registered().get(model)
-        if averages is not None:
-            averages.is_in_join = True
-        return join_for_job(model, *arguments, **named)
-
     DistributedDataParallel.register_comm_hook = register_comm_hook
-    DistributedDataParallel.join = join
 
 
 def _require_types(model: DistributedDataParallel, compression: Compression | None) -> None:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    # without those that the job told DDP to ignore
+    dtypes = {parameter.dtype for parameter in model._module_parameters if parameter.requires_grad}
     require(
         compression != "bf16" or any(dtype in WIDER_THAN_BFLOAT16 for dtype in dtypes),
         IntegrationError,
@@ -419,15 +430,17 @@ def _has_hook(name: str) -> str:
     )
 
 
-def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average as DDP does without a hook, bit for bit."""
-    is_power_of_two = group.size() & (group.size() - 1) == 0
+def _average_by_library(
+    flat: torch.Tensor, group: dist.ProcessGroup, num_averaged: int
+) -> torch.futures.Future[torch.Tensor]:
+    """Average over so many ranks as DDP does without a hook, bit for bit."""
+    is_power_of_two = num_averaged == group.size() and group.size() & (group.size() - 1) == 0
     # NCCL's mean multiplies its input by 1 / ranks. For powers of two that is exact, and it saves a pass over the
     # bucket.
     if is_power_of_two and flat.layout == torch.strided and uses_nccl(group, flat.device):
         work = library_all_reduce(flat, op=dist.ReduceOp.AVG, group=group, async_op=True)
     else:
-        work = library_all_reduce(_scaled(flat, group), group=group, async_op=True)
+        work = library_all_reduce(_scaled(flat, num_averaged), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: done.value()[0])
 
@@ -435,7 +448,7 @@ def _average_by_library(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.f
 def _average_apart(pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
     """Begin to average pieces of memory by the library, in a bucket; return what waits and copies the averages back."""
     flat = torch.cat(list(pieces))
-    future = _average_by_library(flat, group)
+    future = _average_by_library(flat, group, group.size())
 
     def wait() -> None:
         future.wait()
@@ -444,11 +457,11 @@ def _average_apart(pieces: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
     return wait
 
 
-def _scaled(flat: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Divide the bucket by the number of ranks: DDP multiplies dense gradients while it copies them in, and divides
+def _scaled(flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Divide the bucket by a number of ranks: DDP multiplies dense gradients while it copies them in, and divides
     sparse ones.
     """
-    return flat.mul_(1.0 / group.size()) if flat.layout == torch.strided else flat.div_(group.size())
+    return flat.mul_(1.0 / num_ranks) if flat.layout == torch.strided else flat.div_(num_ranks)
 
 
 def _names(dtypes: set[torch.dtype]) -> str:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import streams_of
 from counterpoint.units import format_bytes
 
@@ -84,7 +83,7 @@ class BackwardPass:
         if self.has_ended and position in self._ready[number]:
             return
         if self.has_ended or position in self._ready[number]:
-            raise IntegrationError(
+            raise RuntimeError(  # as DDP's own error, which the job may catch
                 "A backward pass accumulated a gradient twice or too late, as reentrant checkpoints do. It is averaged "
                 "once. Use checkpoints with use_reentrant=False, or wrap the model with static_graph=True."
             )
@@ -226,14 +225,14 @@ class AveragesInPlace:
             self._hooks.popitem()[1].remove()
 
     def require_finished(self, names: Callable[[], dict[nn.Parameter, str]]) -> None:
-        """Raise `IntegrationError` if the last backward pass left out parameters, as DDP does in its next forward pass."""
+        """Raise `RuntimeError` if the last backward pass left out parameters, as DDP does in its next forward pass."""
         missing = self._pass.missing() if self._pass is not None else []
         if not missing:
             return
         name_of = names()
         shown = ", ".join(name_of.get(parameter, "one without a name") for parameter in missing[:MOST_NAMED])
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
-        raise IntegrationError(
+        raise RuntimeError(
             f"The last backward pass had no gradients of {shown}{more}, so not all were averaged. "
             "Use all parameters in each step, or wrap the model with find_unused_parameters=True."
         )

@@ -19,9 +19,10 @@ replicas of shards (HSDP) stays with the library.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -186,7 +187,8 @@ class CopyEnginesInUse:
         self._least_part_bytes = least_part_bytes
         self._buffers: dict[str, GatherBuffers] = {}
         self._reduces: dict[str, tuple[Lanes, Tally]] = {}
-        self._earlier: list[tuple[FSDPParamGroup, AllGather, ReduceScatter]] = []
+        # not the model itself: whoever keeps this object does not keep the parameters
+        self._earlier: list[tuple[ref[FSDPParamGroup], AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
         self.memory = ParameterMemory(device)
         self.least_piece_bytes = LEAST_PIECE_BYTES
@@ -282,16 +284,28 @@ class CopyEnginesInUse:
 
     def take_over(self, parameters: FSDPParamGroup) -> None:
         """Replace this group of parameters' collectives by copies."""
-        self._earlier.append((parameters, parameters._all_gather_comm, parameters._reduce_scatter_comm))
+        taken = ref(parameters, self._free_memory)
+        self._earlier.append((taken, parameters._all_gather_comm, parameters._reduce_scatter_comm))
         self.memory.adopt(parameters)
         parameters._all_gather_comm = GatherByCopies(parameters, self)
         parameters._reduce_scatter_comm = ReduceByCopies(parameters, self)
 
+    def _free_memory(self, _: ref[FSDPParamGroup]) -> None:
+        """Free what is kept of the model's gathered parameters, if the model is gone. Its lanes stay, for ranks notice the
+        end of a model at different times.
+        """
+        if not any(taken() for taken, _, _ in self._earlier):
+            self.memory.undo([])
+
     def undo(self) -> None:
-        """Restore the original collectives. Call it between steps, on every rank."""
-        for parameters, gather, reduce in self._earlier:
-            parameters._all_gather_comm, parameters._reduce_scatter_comm = gather, reduce
-        self.memory.undo(parameters for parameters, _, _ in self._earlier)
+        """Restore the original collectives where the job has set no others since. Call it between steps, on every rank."""
+        alive = [(each, gather, reduce) for taken, gather, reduce in self._earlier if (each := taken()) is not None]
+        for parameters, gather, reduce in alive:
+            if isinstance(parameters._all_gather_comm, GatherByCopies):
+                parameters._all_gather_comm = gather
+            if isinstance(parameters._reduce_scatter_comm, ReduceByCopies):
+                parameters._reduce_scatter_comm = reduce
+        self.memory.undo(parameters for parameters, _, _ in alive)
         self.are_gathers_on = self.are_reduces_on = False
         self._earlier.clear()
         while self._claims:
@@ -335,21 +349,38 @@ def use_copy_engines(
     require_least_piece(least_piece_bytes)
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
-    groups = {name or "the root": _parameters_of(module) for name, module in modules.items()}
-    _require_untaken([each for found in groups.values() for each in found])
+    groups: dict[FSDPParamGroup, str] = {}
+    for name, module in modules.items():
+        for parameters in _parameters_of(module):
+            groups.setdefault(parameters, name or "the root")  # modules that were sharded as a list share a group
+    _require_untaken(groups)
     in_use: CopyEnginesInUse | None = None
-    for name, found in groups.items():
-        for parameters in found:
-            in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
-            if isinstance(parameters.mesh_info, FSDPMeshInfo):
-                in_use.take_over(parameters)
-            else:
-                in_use.refused[name] = "its parameters are replicated, not sharded"
+    for parameters, name in groups.items():
+        in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
+        obstacle = _obstacle_to(parameters)
+        if obstacle:
+            in_use.refused[name] = obstacle
+        else:
+            in_use.take_over(parameters)
     if in_use is None or not in_use._earlier:
-        raise IntegrationError(f"No FSDP2 module of {type(model).__name__} has sharded parameters. Shard one that has some.")
+        refused = "; ".join(f"{name}: {why}" for name, why in (in_use.refused if in_use else {}).items())
+        raise IntegrationError(
+            f"No FSDP2 module of {type(model).__name__} has sharded parameters that copies can serve"
+            f"{f' ({refused})' if refused else ''}. Shard one that has some, and leave its collectives to FSDP."
+        )
     in_use.least_piece_bytes = least_piece_bytes
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
+
+
+def _obstacle_to(parameters: FSDPParamGroup) -> str:
+    """Return why a group of parameters is left alone, or nothing."""
+    if not isinstance(parameters.mesh_info, FSDPMeshInfo):
+        return "its parameters are replicated, not sharded"
+    for each in (type(parameters._all_gather_comm), type(parameters._reduce_scatter_comm)):
+        if not each.__module__.startswith("torch.distributed.fsdp."):
+            return f"the job has set a collective of its own, {each.__name__}"
+    return ""
 
 
 def _in_place(gradients: torch.Tensor) -> ReduceInPlace | None:
@@ -371,7 +402,7 @@ def _parameters_of(module: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _require_untaken(groups: list[FSDPParamGroup]) -> None:
+def _require_untaken(groups: Iterable[FSDPParamGroup]) -> None:
     require(
         not any(isinstance(parameters._all_gather_comm, GatherByCopies) for parameters in groups),
         IntegrationError,

@@ -254,7 +254,16 @@ def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel
 
 
 def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    return [root for root in _roots(modules) if any(isinstance(each, FSDPModule) for each in root.modules())]
+    """Return the FSDP2 models; roots that have parts in common, such as two modules around one model, are one."""
+    found: list[tuple[set[nn.Module], list[nn.Module]]] = []  # parts, and the roots that have them
+    for root in _roots(modules):
+        parts, roots = {each for each in root.modules() if isinstance(each, FSDPModule)}, [root]
+        for others in [each for each in found if not parts.isdisjoint(each[0])]:
+            found.remove(others)
+            parts, roots = parts | others[0], others[1] + roots
+        if parts:
+            found.append((parts, roots))
+    return [nn.ModuleList(roots) if len(roots) > 1 else roots[0] for _, roots in found]
 
 
 def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Module]]]:

@@ -1,9 +1,9 @@
 """The memory of FSDP2's gathered parameters when copies fill it directly.
 
 FSDP frees a group's memory on the computation's stream as soon as the group's computation is issued. What is allocated next
-may get that memory, and would have to wait for that computation. So memory that copies filled is freed `MOST_RETIRED` groups
-later, and is allocated on a stream of its own, which waits for the former users. No rank's host waits. A model of so few
-groups gains nothing by that, and frees its memory at once.
+may get that memory, and would have to wait for that computation. So memory that copies filled is freed when FSDP has freed
+`MOST_RETIRED` more groups, and is allocated on a stream of its own, which waits for the former users. No rank's host waits.
+A model of so few groups gains nothing by that, and frees its memory at once.
 """
 
 from collections import deque
@@ -27,7 +27,8 @@ class ParameterMemory:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._device, self._num_groups = device, 0
         self._in_use: dict[int, torch.Tensor] = {}  # filled by copies, by identity
-        self._leaving: dict[int, torch.Tensor] = {}  # freed by FSDP since the last gather
+        self._leaving: dict[int, torch.Tensor] = {}  # of the group that FSDP freed last
+        self._leaving_group = 0
         self._user: Any = None  # the stream that used them
         self._retired: deque[tuple[dict[int, torch.Tensor], Any]] = deque()  # groups, and the events of their last use
 
@@ -35,22 +36,28 @@ class ParameterMemory:
         """Free these parameters' memory later than FSDP does, if copies filled it."""
         self._num_groups += 1
         for parameter in parameters.fsdp_params:
-            parameter.free_unsharded_param = partial(self._free, parameter)
+            parameter.free_unsharded_param = partial(self._free, parameter, self._num_groups)
 
-    def _free(self, parameter: FSDPParam) -> None:
+    def _free(self, parameter: FSDPParam, number: int) -> None:
+        """Free the memory of a parameter of the group with this number."""
         for tensor in chain(parameter.all_gather_outputs, parameter._unsharded_inner_tensors):
             name = id(tensor)
             if name in self._in_use:
-                self._user = torch.cuda.current_stream(self._device) if self._stream is not None else None
-                self._leave(self._in_use.pop(name))
+                self._leave(self._in_use.pop(name), number)
             elif not any(name in group for group in (self._leaving, *(group for group, _ in self._retired))):
                 free_storage(tensor)  # FSDP filled it; it also frees parameters that it has freed before
 
-    def _leave(self, tensor: torch.Tensor) -> None:
-        if self._num_groups > MOST_RETIRED:
-            self._leaving[id(tensor)] = tensor
-        else:
+    def _leave(self, tensor: torch.Tensor, number: int) -> None:
+        if number != self._leaving_group:  # at the end of a backward pass groups leave, and none is gathered
+            self._retire()
+        self._leaving_group = number
+        self._user = torch.cuda.current_stream(self._device) if self._stream is not None else None
+        if self._num_groups <= MOST_RETIRED:
             self._free_after_use(tensor)
+            return
+        self._leaving[id(tensor)] = tensor
+        while len(self._retired) >= MOST_RETIRED:
+            self._release()
 
     def _free_after_use(self, tensor: torch.Tensor) -> None:
         """Free memory now; the allocator gives it to others when its last use has ended."""
@@ -64,8 +71,6 @@ class ParameterMemory:
         with torch.cuda.stream(self._stream):  # without effect on CPUs
             tensors = outputs()
             self._take_back(tensors)
-            while len(self._retired) > MOST_RETIRED:
-                self._release()
             for tensor in tensors:
                 alloc_storage(tensor)
                 self._in_use[id(tensor)] = tensor
@@ -74,7 +79,7 @@ class ParameterMemory:
         return tensors
 
     def _retire(self) -> None:
-        """Make a group of what FSDP freed since the last gather."""
+        """Note when the last use of what FSDP freed last ends."""
         if self._leaving:
             self._retired.append((self._leaving, self._user.record_event() if self._user is not None else None))
             self._leaving = {}

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from integration_sections.bare_collectives import (
+    bare_collectives_answer_as_the_librarys,
     bare_collectives_compiled,
     bare_collectives_give_the_librarys_results,
     bare_collectives_in_place,
@@ -22,6 +23,7 @@ from integration_sections.bare_collectives import (
 )
 from integration_sections.comparing import DEVICE
 from integration_sections.data_parallel import (
+    ddp_among_ignored_parameters,
     ddp_compression,
     ddp_falls_back,
     ddp_gradients,
@@ -47,6 +49,8 @@ from integration_sections.data_parallel_switching import (
     ddp_compiled,
     ddp_copies_of_a_model,
     ddp_gives_way_to_a_hook_of_the_job,
+    ddp_in_join,
+    ddp_keeps_no_model,
     ddp_models_that_come_and_go,
     ddp_refuses_a_second_hook,
     ddp_sparse_gradients,
@@ -71,10 +75,13 @@ from integration_sections.sharded_switching import (
     fsdp2_checkpoints,
     fsdp2_divides_gradients_as_told,
     fsdp2_in_place,
+    fsdp2_keeps_no_model,
+    fsdp2_leaves_collectives_of_the_job,
     fsdp2_on_a_mesh_of_two_dimensions,
     fsdp2_refuses_a_second_call,
     fsdp2_switches_between_steps,
     fsdp2_two_models,
+    fsdp2_undoes_modules_that_share_a_group,
     fsdp2_without_memory,
 )
 from integration_sections.tensor_parallel_blocks import (
@@ -121,12 +128,14 @@ SECTIONS: dict[str, Callable[[], None]] = {
         bare_collectives_give_the_librarys_results,
         bare_collectives_repeated,
         bare_collectives_in_place,
+        bare_collectives_answer_as_the_librarys,
         bare_collectives_left_to_the_library,
         bare_collectives_leave_ddp_alone,
         bare_collectives_compiled,
         bare_collectives_without_memory,
         ddp_gradients,
         ddp_types,
+        ddp_among_ignored_parameters,
         ddp_compression,
         ddp_falls_back,
         ddp_refuses,
@@ -135,9 +144,11 @@ SECTIONS: dict[str, Callable[[], None]] = {
         ddp_compiled,
         ddp_refuses_a_second_hook,
         ddp_models_that_come_and_go,
+        ddp_keeps_no_model,
         ddp_checkpoints,
         ddp_copies_of_a_model,
         ddp_gives_way_to_a_hook_of_the_job,
+        ddp_in_join,
         ddp_sparse_gradients,
         ddp_without_memory,
         ddp_in_place,
@@ -160,6 +171,9 @@ SECTIONS: dict[str, Callable[[], None]] = {
         fsdp2_on_a_mesh_of_two_dimensions,
         fsdp2_switches_between_steps,
         fsdp2_refuses_a_second_call,
+        fsdp2_undoes_modules_that_share_a_group,
+        fsdp2_leaves_collectives_of_the_job,
+        fsdp2_keeps_no_model,
         fsdp2_two_models,
         fsdp2_checkpoints,
         fsdp2_without_memory,

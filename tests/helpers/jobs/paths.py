@@ -4,9 +4,9 @@
 
 KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2) or bare. VARIANT is
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
-`evaluates` (with a second model), `late` (wrapped in DDP again, with a new optimizer, after some steps), `broken` (rank 1
-cannot look for models), `killed` (after some steps), `joins` (DDP's join() around all steps) or `uneven` (join() around the
-later steps, of which rank 1 has more).
+`evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
+optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
+around all steps) or `uneven` (join() around the later steps, of which rank 1 has more).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -98,6 +98,7 @@ def train(kind: str, variant: str) -> None:
     if variant == "hook":
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
+    holders = [nn.ModuleList([model]) for _ in range(2)] if variant == "held" else []
     optimizer = stock_jobs.make_optimizer("tp" if kind in ("2d", "experts") else kind, model, 0.1)
     in_use: Any = None
     if variant == "broken" and rank == 1:
@@ -124,6 +125,7 @@ def train(kind: str, variant: str) -> None:
         if variant == "killed" and step == KILLED_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
     joined.close()
+    holders.clear()
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
     if kind == "bare" and in_use is not None:
         in_use.undo()

@@ -1,5 +1,7 @@
 """Collectives that a job calls itself, by copies in place of the library's: results, handles, and what is left alone."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -135,6 +137,32 @@ def bare_collectives_in_place() -> None:
     for half in halves:
         if half is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(half)
+
+
+def bare_collectives_answer_as_the_librarys() -> None:
+    """Handles answer what the library's do, and autograd takes a result for a tensor that did not change, as there."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    replaced = collectives.replace(least_part_bytes=0)
+    case = everyones(3000, torch.float32, 1)
+    summed = case[rank].clone()
+    handle = dist.all_reduce(summed, async_op=True)
+    assert handle.wait(timedelta(seconds=60))
+    assert handle.is_completed()
+    assert handle.wait()
+    (result,) = handle.result()
+    assert_close([summed, result], [torch.stack(case).sum(0)] * 2, 1e-5)
+    weight = torch.nn.Parameter(case[rank] / 10)
+    outputs = weight.exp()  # which autograd saves
+    partial = outputs * 1
+    gathered = outputs.new_empty(num_ranks * 3000)
+    versions = [each._version for each in (outputs, gathered, partial)]
+    dist.all_reduce(outputs)
+    getattr(dist, GATHER)(gathered, partial)
+    assert [each._version for each in (outputs, gathered, partial)] == versions
+    outputs.sum().backward()
+    assert_close([weight.grad], [outputs.detach()], 1e-6)
+    assert replaced.num_by_library == 0
+    replaced.undo()
 
 
 def bare_collectives_left_to_the_library() -> None:

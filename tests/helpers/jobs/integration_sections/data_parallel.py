@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
@@ -31,6 +32,21 @@ def ddp_types() -> None:
         model = DistributedDataParallel(deep_model(dtype))
         ddp.register(model, least_part_bytes=0)
         assert_close(gradients(model, given), wanted, ROUNDING[dtype])
+
+
+def ddp_among_ignored_parameters() -> None:
+    """Parameters that the job told DDP to ignore may be anywhere, and of any type."""
+    given = given_to(dist.get_rank())
+    wanted = gradients(DistributedDataParallel(deep_model()), given)
+    model = nn.Module()
+    model.table, model.deep = nn.Embedding(3, 3, dtype=torch.complex64, device="meta"), deep_model()
+    model.forward = model.deep.forward
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table.weight"])
+    wrapped = DistributedDataParallel(model)
+    state = ddp.register(wrapped, least_part_bytes=0)
+    wrapped(given).pow(2).sum().backward()
+    assert_close([each.grad for each in model.deep.parameters()], wanted, 1e-5)
+    assert state.num_by_copies > 0
 
 
 def ddp_compression() -> None:

@@ -1,13 +1,16 @@
 """DDP that changes between copies and the library between steps: the same bits as a bare job whenever copies are off."""
 
 import copy
+import gc
 import io
 from collections.abc import Callable
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
@@ -160,6 +163,18 @@ def ddp_models_that_come_and_go() -> None:
     assert [state.num_by_copies for state in states[1:]] == counts[1:]
 
 
+def ddp_keeps_no_model() -> None:
+    """A model that the job drops is gone, although what was returned is kept."""
+    model = wrapped()
+    state = ddp.register(model, least_part_bytes=0, least_piece_bytes=0)
+    trained(model)
+    assert state.num_in_place > 0
+    parameters = [ref(each) for each in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(each() is not None for each in parameters)
+
+
 def ddp_checkpoints() -> None:
     """What is saved under the integration is what a bare job would save, and loads into one."""
     model = wrapped()
@@ -252,3 +267,29 @@ def ddp_without_memory() -> None:
     assert state.num_by_copies == 0
     assert state.num_by_library >= NUM_STEPS
     ops.release()
+
+
+def ddp_in_join() -> None:
+    """Where ranks have unlike numbers of steps, the library averages, over as many ranks as the job says."""
+    for choices in ({}, {"divide_by_initial_world_size": False}):
+        bare, model = wrapped(), wrapped()
+        state = ddp.register(model, least_part_bytes=0, least_piece_bytes=0)
+        results = [_joined(bare, choices)]
+        said = said_of(lambda: results.append(_joined(model, choices)))  # noqa: B023  called within this turn
+        assert_close(results[1], results[0], 1e-4)
+        assert 0 < state.num_in_place < state.num_by_copies
+        assert state.num_by_library > 0
+        assert len(said) == (1 if dist.get_rank() == 0 else 0), said
+        assert all("runs in join()" in each for each in said)
+
+
+def _joined(model: DistributedDataParallel, choices: dict[str, bool]) -> list[torch.Tensor]:
+    """The parameters after some steps of all ranks, and more in join(), of which each rank has one more than the last."""
+    trained(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with Join([model], **choices):  # as model.join() does, which takes no other model or optimizer
+        for step in range(2 + dist.get_rank()):
+            model(given_to(dist.get_rank() + 10 * step)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach().clone() for each in model.parameters()]

@@ -1,9 +1,11 @@
 """FSDP2 in the ways that frameworks use it, and changing between copies and the library between steps."""
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from counterpoint import ops
 from counterpoint.integrations import fsdp2
@@ -217,6 +220,73 @@ def fsdp2_refuses_a_second_call() -> None:
     in_use.undo()
     refused(lambda: in_use.use(gathers=True, reduces=True), "undo.. has restored the model's own collectives")
     assert fsdp2.use_copy_engines(model, least_part_bytes=0).is_on
+
+
+def fsdp2_undoes_modules_that_share_a_group() -> None:
+    """Modules that `fully_shard` takes as a list have one group of parameters, which is taken over and given back once."""
+    results = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = Deep(36).to(DEVICE)
+        fully_shard(list(model.layers))
+        fully_shard(model)
+
+        def turn(step: int) -> None:
+            if step in (0, 2):
+                in_use.append(fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0))  # noqa: B023
+                assert str(in_use[-1]).startswith("2 groups of parameters"), in_use[-1]  # noqa: B023
+            elif step == 1:
+                in_use[-1].undo()  # noqa: B023  called within this turn
+
+        in_use: list[fsdp2.CopyEnginesInUse] = []
+        results.append(trained(model, turn if is_ours else lambda _: None))
+    assert_close(results[1], results[0], 1e-4)
+
+
+class DoublingGather(DefaultAllGather):
+    """A collective of the job's own, which changes what it gathers."""
+
+    def __call__(self, output_tensor: torch.Tensor, *arguments: object, **named: object) -> dist.Work | None:
+        work = super().__call__(output_tensor, *arguments, **named)
+        if work is not None:
+            work.wait()
+        output_tensor *= 2
+        return None
+
+
+def fsdp2_leaves_collectives_of_the_job() -> None:
+    """A module whose collectives the job has set keeps them, whether it sets them before or afterwards."""
+    results = []
+    for is_ours in (False, True):
+        model = sharded()
+        model.layers[1].set_custom_all_gather(DoublingGather())
+        in_use = fsdp2.use_copy_engines(model, least_part_bytes=0) if is_ours else None
+        model.layers[2].set_custom_all_gather(DoublingGather())
+        results.append(trained(model))
+    assert_close(results[1], results[0], 1e-4)
+    assert in_use is not None
+    assert "layers.1 is left alone: the job has set a collective of its own, DoublingGather" in str(in_use)
+    in_use.undo()
+    assert isinstance(fsdp2._parameters_of(model.layers[2])[0]._all_gather_comm, DoublingGather)
+    alone = fully_shard(nn.Linear(8, 8))
+    alone.set_custom_all_gather(DoublingGather())
+    refused(lambda: fsdp2.use_copy_engines(alone), "the root: the job has set a collective of its own, DoublingGather")
+
+
+def fsdp2_keeps_no_model() -> None:
+    """A model that the job drops is gone, with what was gathered of it, although what was returned is kept."""
+    model = sharded(width=36)
+    in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0)
+    trained(model)
+    (group,) = fsdp2._parameters_of(model.layers[0])
+    gathered = group.fsdp_params[0].all_gather_outputs[0]
+    assert gathered.untyped_storage().size() > 0, "of two groups it stays, for a while"
+    parameters = [ref(each) for each in model.parameters()]
+    del model, group
+    gc.collect()
+    assert not any(each() is not None for each in parameters)
+    assert gathered.untyped_storage().size() == 0
+    in_use.undo()
 
 
 def fsdp2_two_models() -> None:
