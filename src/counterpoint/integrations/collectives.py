@@ -55,7 +55,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @final
 class ReplacedCollectives:
-    """The replacement that `replace` made, with its switch and its counts; `print` shows what was done how."""
+    """The replacement that `replace` made, with its switch and its counts; `print` shows the counts."""
 
     def __init__(
         self, groups: Collection[Group] | None, in_flight: int, limits: tuple[int, int], across_hosts: AcrossHosts
@@ -97,7 +97,7 @@ class ReplacedCollectives:
         return tuple(kind for kind, number in self._num_large.items() if number)
 
     def __repr__(self) -> str:
-        """Describe what was done how, and for which kinds copies are on."""
+        """Describe the counts of collectives by copies and by the library, and for which kinds copies are on."""
         done = "; ".join(map(str, self.tallies.values()))
         return f"{done}; copies are {'on for ' + ', '.join(sorted(self._on)) if self._on else 'off'}"
 
@@ -228,7 +228,7 @@ class ReplacedCollectives:
         return PiecewiseCopies(lanes, tally)
 
     def _num_hosts(self, lanes: Lanes, part_bytes: int) -> int:
-        """Return the number of hosts whose parts ranks of a host send each other; hosts are not asked in vain."""
+        """Return the number of hosts between which the collective may be split; 1 if it is not, without asking for hosts."""
         is_small = part_bytes * lanes.group.size() < self._least_part_bytes
         return 1 if is_small or self._across_hosts == "never" else lanes.num_hosts
 

@@ -38,9 +38,10 @@ class AbstractWire(ABC):
 
     @abstractmethod
     def reduce(self, arrived: Arrived, out: torch.Tensor, num_hosts: int = 1, *, into_own: bool = False) -> None:
-        """Write the mean (or the sum, for a sum format) of the ranks' blocks to `out`, and into the own block, if asked.
+        """Write the mean (or the sum, for a sum format) of the ranks' blocks to `out`, or with `into_own` to both `out` and
+        this rank's own block.
 
-        On several hosts it is this host's share of it, which the library adds to the others'.
+        On several hosts this is the share of this host, to which the library adds the shares of the other hosts.
         """
 
     @abstractmethod
@@ -54,7 +55,8 @@ class AbstractWire(ABC):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells this format's work at the same addresses from another's; nothing if it takes memory of its own."""
+        """What distinguishes work in this format from work in another at the same addresses; empty if the format
+        allocates memory, so that its work cannot be recorded."""
         return ()
 
 

@@ -62,7 +62,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 @final
 class BucketAverages:
-    """State of the hook: lanes, wire format, whether it is on, and what was done how."""
+    """State of the hook: lanes, wire format, switch, and counts of buckets by copies and by the library."""
 
     def __init__(
         self, model: DistributedDataParallel, lanes: Lanes, compression: Compression | None, limits: tuple[int, int, int]
@@ -132,13 +132,13 @@ class BucketAverages:
         return self._tally.num_bytes
 
     def __repr__(self) -> str:
-        """Describe what was done how, and whether copies are on."""
+        """Describe the counts of buckets by copies and by the library, and whether copies are on."""
         return f"{self._tally}; copies are {'on' if self._is_on else 'off'}"
 
     def begin_pass(self, model: DistributedDataParallel) -> bool:
         """Return whether gradients of this forward pass are averaged without DDP's buckets; the same on all ranks.
 
-        As in DDP, a pass that is not to be averaged leaves an earlier one, whose backward pass comes later, as it is.
+        As in DDP, a forward pass that is not to be averaged does not affect an earlier one whose backward pass comes later.
         """
         self._is_pass_in_place = False
         if self._in_place.has_ended():
@@ -175,7 +175,7 @@ class BucketAverages:
         return self._room
 
     def end_pass(self, model: DistributedDataParallel) -> bool:
-        """Average in the next backward pass as `begin_pass` found; return that."""
+        """Average in place in the next backward pass if `begin_pass` returned True; return the same."""
         if self._is_pass_in_place:
             self._in_place.arm(self._average_in_place, may_leave_out=model.find_unused_parameters)
         return self._is_pass_in_place

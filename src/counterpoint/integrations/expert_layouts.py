@@ -49,14 +49,14 @@ class SpreadLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def spread_by(module: nn.Module) -> Literal["torchtitan", "transformers"] | None:
-    """Whose way a module's tokens are sent to its experts on other ranks; None where they are not."""
+    """Return the framework that sends a module's tokens to experts on other ranks; None if none does."""
     if _dispatch_hook(module) is not None:
         return "torchtitan"
     return "transformers" if implementation_of(module) is not None else None
 
 
 def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
-    """The layout of experts whose tokens torchtitan's hooks send, or why they stay as they are."""
+    """Return the layout of experts whose tokens torchtitan's hooks send, or why they stay as they are."""
     found = _dispatch_hook(experts)
     assert found is not None
     input_hook, style, mesh = found

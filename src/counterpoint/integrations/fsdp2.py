@@ -178,7 +178,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
 
 @final
 class CopyEnginesInUse:
-    """The state of `use_copy_engines`, with its switches and its counts; `print` shows what was done how."""
+    """The state of `use_copy_engines`, with its switches and its counts; `print` shows the counts."""
 
     def __init__(
         self, device: torch.device, num_buffers: int | None, least_part_bytes: int, across_hosts: AcrossHosts
@@ -245,7 +245,7 @@ class CopyEnginesInUse:
         return [*self.gather_tallies, *self.reduce_tallies]
 
     def __repr__(self) -> str:
-        """Describe what was done how for each group of ranks, what is on, and which modules were refused."""
+        """Describe the counts of each group of ranks, what is on, and which modules were refused."""
         gathers, reduces = ("on" if each else "off" for each in (self.are_gathers_on, self.are_reduces_on))
         num_buffers = sum(each.num_buffers for each in self._buffers.values())
         lines = [

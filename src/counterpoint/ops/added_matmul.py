@@ -1,10 +1,10 @@
 """A matrix plus a product, written to a third matrix, by one kernel of cuBLASLt.
 
-torch's `addmm` adds in place: if its output is another matrix, it first copies what is to be added there. A ring adds to
-what arrived in symmetric memory and returns the sum in memory of its own, so that copy would be made for every chunk.
+torch's `addmm` adds in place: if its output is another matrix, it first copies the added matrix there. A ring adds to rows
+that arrived in symmetric memory and writes the sum elsewhere, so `addmm` would make this copy for every chunk.
 
-The kernel gets a workspace of a few bytes, in which its CTAs count the tiles that are taken. The library's kernels
-without one deal tiles out beforehand: if a CTA finds no SM, since another kernel is on it, its tiles wait. With such
+The kernel gets a workspace of a few bytes, in which its CTAs count the tiles that are taken. Without a workspace cuBLASLt
+assigns tiles to CTAs beforehand: if a CTA finds no SM, since another kernel is on it, its tiles wait. With such
 kernels, calls of two matmuls at a time took up to 1.8 times as long (4 H100s, 2026-11-27).
 """
 
@@ -71,7 +71,7 @@ def add_product(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ou
 
 
 def _is_able(left: torch.Tensor) -> bool:
-    """Return whether the library may multiply these: not under settings that it would not follow."""
+    """Return whether cuBLASLt may multiply these: not if one of torch's settings is on that it would not follow."""
     return (
         left.dtype in DATA_TYPES
         and left.is_cuda

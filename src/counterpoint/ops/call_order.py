@@ -68,8 +68,8 @@ class CallOrder:
 
     def watch_wait(self, issue: Callable[[Handle], None]) -> None:
         """Let the watchdog watch a wait that is issued before the end of its call: `issue` repeats it on the watchdog's
-        stream. Otherwise a host that waits in the middle of a call, as it does where the driver loads a kernel, would be
-        watched by nobody.
+        stream. Otherwise no watchdog would watch a host that blocks in the middle of a call, as it does when the driver
+        loads a kernel.
         """
         issue(self._watch_stream)
         self._watch.sample(self._watch_stream)

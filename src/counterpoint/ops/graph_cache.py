@@ -88,7 +88,7 @@ class Recordings(Generic[R]):
         return len(self._recordings)
 
     def find(self, key: Key) -> R | None:
-        """Return the recording of a call, or None. One whose memory went back to the driver since is forgotten."""
+        """Return the recording of a call, or None. A recording whose memory went back to the driver is dropped."""
         self._num_calls += 1
         recording, allocations = self._recordings.get(key, NOTHING)
         if recording is None:
@@ -101,7 +101,7 @@ class Recordings(Generic[R]):
         return recording
 
     def is_due(self, key: Key) -> bool:
-        """Return whether a call without a recording, seen once more now, has come often enough, and there is room."""
+        """Count a call without a recording; return whether it has come often enough to be recorded, and there is room."""
         seen = self._num_seen.pop(key, 0)
         if seen >= NUM_SEEN_BEFORE and self._has_room():
             return True

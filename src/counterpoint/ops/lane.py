@@ -47,7 +47,7 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Do without memory until it is reserved."""
+        """Leave the lane without memory until the next `reserve`."""
 
     @abstractmethod
     def exchange(self, blocks: Sequence[Pieces]) -> Arrived:

@@ -84,12 +84,15 @@ FORWARD_SIZES = (
     ),
 )
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
-# Up to this many bytes between the two ranks that exchange most, a kernel sends all tokens of a forward call before the
-# host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). From the other limit on, it
-# sends those of first groups if it can, whose matmul hides what the host does then, and the other groups' way.
+# Below the first limit, in bytes between the two ranks that exchange most, a kernel sends all tokens of a forward call before
+# the host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). Between the other two
+# it sends those of first groups if there are more than two groups: their matmul hides what the host does then, and the other
+# groups' way (experts_2x_h200_first_rows.json). Larger calls lose up to 5 % by it: what the host does is little to them, and
+# copy engines are faster than the kernel.
 # If the call computes something beside its tokens, copies cost that nothing, and a kernel takes its SMs: only calls that
 # are too small for copies begin ahead then.
-AHEAD_BELOW_BYTES, FIRST_AHEAD_FROM_BYTES = 320 * MIB, 160 * MIB
+AHEAD_BELOW_BYTES = 320 * MIB
+FIRST_AHEAD_FROM_BYTES, FIRST_AHEAD_BELOW_BYTES = 160 * MIB, 1536 * MIB
 Ahead = Literal["all", "first", "nothing"]
 
 
@@ -119,7 +122,7 @@ def sent_ahead(pair_bytes: int, *, has_beside: bool, has_first: bool) -> Ahead:
     """
     if has_beside and size_for(pair_bytes).num_groups:
         return "nothing"
-    if has_first and pair_bytes >= FIRST_AHEAD_FROM_BYTES:
+    if has_first and FIRST_AHEAD_FROM_BYTES <= pair_bytes < FIRST_AHEAD_BELOW_BYTES:
         return "first"
     return "all" if pair_bytes < AHEAD_BELOW_BYTES else "nothing"
 

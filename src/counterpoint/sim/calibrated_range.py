@@ -14,13 +14,6 @@ from counterpoint.units import format_bytes, format_numbers
 MARGIN = 4.0
 
 
-def is_calibrated(operation: Operation, machine: Machine) -> bool:
-    """Return whether the operation's time was given, or is predicted within the range measured on the machine's GPU."""
-    calibration = load_calibration(machine)
-    is_own = calibration.device_name in machine.device_names
-    return _is_given(operation) or (is_own and not _why_not(operation, calibration))
-
-
 def outside_calibration(step: Step, machine: Machine) -> tuple[str, ...]:
     """Return why operations of the step are outside the measured range, each reason once; nothing for a GPU that was
     never calibrated, because a report states that once for the whole step.
