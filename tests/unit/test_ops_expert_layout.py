@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 SEQUENTIAL = pytest.importorskip("counterpoint.schedule").SEQUENTIAL
 layouts = pytest.importorskip("counterpoint.schedule.expert_layout")
 expert_routing = pytest.importorskip("counterpoint.ops.expert_routing")
+expert_choice = pytest.importorskip("counterpoint.schedule.expert_choice")
 MIB = 1 << 20
 
 
@@ -174,6 +175,25 @@ def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, piece
     for few in (1, 2, 4):
         assert pick(num_bytes, None, few, has_gradients=False) == min(2, forward_pieces)
     assert pick(num_bytes, SEQUENTIAL, 64, has_gradients=False) == 0, "the caller's schedule decides"
+
+
+@pytest.mark.parametrize(
+    ("num_mib", "has_beside", "has_first", "sent"),
+    [
+        (15, True, True, "all"),
+        (64, True, True, "nothing"),  # copies cost nothing beside something else
+        (159, False, True, "all"),
+        (160, False, True, "first"),
+        (319, False, False, "all"),
+        (320, False, False, "nothing"),
+        (1535, False, True, "first"),
+        (1536, False, True, "nothing"),
+    ],
+)
+def test_the_size_of_calls_decides_which_tokens_are_sent_before_the_host_knows_the_counts(
+    num_mib: int, has_beside: bool, has_first: bool, sent: str
+) -> None:
+    assert expert_choice.sent_ahead(num_mib * MIB, has_beside=has_beside, has_first=has_first) == sent
 
 
 def test_ranks_say_their_rows_and_whether_their_call_has_gradients_in_one_number() -> None:

@@ -84,13 +84,13 @@ FORWARD_SIZES = (
     ),
 )
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
-# Below the first limit, in bytes between the two ranks that exchange most, a kernel sends all tokens of a forward call before
-# the host knows their counts (measured with 2 ranks: benchmarks/results/experts_2x_h100_ahead.json). Between the other two
-# it sends those of first groups if there are more than two groups: their matmul hides what the host does then, and the other
-# groups' way (experts_2x_h200_first_rows.json). Larger calls lose up to 5 % by it: what the host does is little to them, and
-# copy engines are faster than the kernel.
-# If the call computes something beside its tokens, copies cost that nothing, and a kernel takes its SMs: only calls that
-# are too small for copies begin ahead then.
+# A kernel sends the tokens of some forward calls before the host knows their counts. The limits are bytes between the two
+# ranks that exchange most. Below the first limit it sends all tokens (measured with 2 ranks:
+# benchmarks/results/experts_2x_h100_ahead.json). Between the other two limits it sends those of first groups if there are
+# more than two groups: the first matmul hides what the host does then, and the other groups' copies
+# (experts_2x_h200_first_rows.json). Larger calls lose up to 5 % by it: the host's part of them is small, and copy engines
+# are faster than the kernel. If a call computes something beside its tokens, copies cost it nothing, and a kernel would
+# take its SMs: then only calls that are too small for copies begin so.
 AHEAD_BELOW_BYTES = 320 * MIB
 FIRST_AHEAD_FROM_BYTES, FIRST_AHEAD_BELOW_BYTES = 160 * MIB, 1536 * MIB
 Ahead = Literal["all", "first", "nothing"]
