@@ -130,6 +130,23 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def sums_before(numbers):  # type: ignore[no-untyped-def]
+    """For each number of a matrix, the sum of those before it, row by row."""
+    of_row = tl.sum(numbers, 1)
+    return (tl.cumsum(of_row, 0) - of_row)[:, None] + tl.cumsum(numbers, 1) - numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def copy_rows(rows, target, num_rows, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target = rows, `num_rows` times `number` numbers."""
+    for row in range(num_rows.to(tl.int32)):
+        for start in range(0, number, block):
+            place = start + tl.arange(0, block)
+            held = tl.load(rows + row * number + place, mask=place < number)
+            tl.store(target + row * number + place, held, mask=place < number)
+
+
 @triton.jit(do_not_specialize=["stride", "rank", "most_rows", "unit"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
@@ -171,9 +188,8 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     is_own = (tl.min(here) >= 0) & (tl.max(here) <= num_tokens) & (tl.sum(here) == num_tokens)
     arrived = tl.cumsum(total, 1)
     placed = arrived - total + before
-    if tl.program_id(0) == 0:
-        found = tl.where(has_room[:, None], arrived, 0).to(tl.int32)
-        tl.store(ends + expert + 0 * peer, found, mask=inside & (peer == rank))
+    found = tl.where(has_room[:, None], arrived, 0).to(tl.int32)
+    tl.store(ends + expert + 0 * peer, found, mask=inside & (peer == rank) & (tl.program_id(0) == 0))
     num_rows = tl.where(has_room[:, None] & is_own, here, 0)
     if has_firsts:  # other ranks get no rows for later places
         first = tl.load(firsts + peer, mask=peer < num_ranks, other=0)
@@ -181,10 +197,8 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     if is_own_only:
         num_rows = tl.where(peer == rank, num_rows, 0)
     num_units = (num_rows + unit - 1) // unit
-    of_peer, of_rows = tl.sum(num_units, 1), tl.sum(here, 1)
-    unit_start = (tl.cumsum(of_peer, 0) - of_peer)[:, None] + tl.cumsum(num_units, 1) - num_units
-    sent = (tl.cumsum(of_rows, 0) - of_rows)[:, None] + tl.cumsum(here, 1) - here
-    for taken in range(tl.program_id(0), tl.sum(of_peer).to(tl.int32), tl.num_programs(0)):
+    unit_start, sent = sums_before(num_units), sums_before(here)
+    for taken in range(tl.program_id(0), tl.sum(num_units).to(tl.int32), tl.num_programs(0)):
         is_taken = (unit_start <= taken) & (taken < unit_start + num_units)  # one block
         begin = (taken - tl.sum(tl.where(is_taken, unit_start, 0))) * unit
         end = tl.minimum(begin + unit, tl.sum(tl.where(is_taken, num_rows, 0)))
@@ -193,11 +207,7 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         target = own
         if to != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
             target += (tl.load(addresses + to) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
-        for row in range(begin.to(tl.int32), end.to(tl.int32)):
-            for start in range(0, number, block):
-                place = start + tl.arange(0, block)
-                held = tl.load(rows + (source_row + row) * number + place, mask=place < number)
-                tl.store(target + (target_row + row) * number + place, held, mask=place < number)
+        copy_rows(rows + (source_row + begin) * number, target + (target_row + begin) * number, end - begin, number, block)
 
 
 class Sending(NamedTuple):
