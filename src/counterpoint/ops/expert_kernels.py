@@ -130,7 +130,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sums_before(numbers):  # type: ignore[no-untyped-def]
     """For each number of a matrix, the sum of those before it, row by row."""
     of_row = tl.sum(numbers, 1)
