@@ -2,7 +2,7 @@
 
 A running job knows a collective by its kind, so all collectives of a kind use the same path. A plan that matches only
 some of them is refused, unless these are all the collectives that copies would take in the step from which the plan was
-made.
+made. `needs_step` tells which plans a job cannot apply without that step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from counterpoint.controls import LEAST_PART_BYTES, Control, OverlapMatmul, Transport
 from counterpoint.integrations.paths import COPIED_KINDS, LIBRARY, WORDS, Paths
-from counterpoint.plan import NUM_SHOWN, Directive, Match, Refusal
+from counterpoint.launch_filter.rules import beyond_names, is_by_launch
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.step import Collective, CollectiveKind, Step
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import format_count
@@ -58,6 +59,20 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
 def is_path(control: Control) -> bool:
     """Return whether a control moves collectives to another path in a running job."""
     return isinstance(control, OverlapMatmul) or (isinstance(control, Transport) and control.transport == "copy_engine")
+
+
+def needs_step(plan: Plan) -> bool:
+    """Return whether a job needs the step of a plan, because names of kernels and kinds of collectives do not identify its
+    targets.
+    """
+    return any(_is_beyond(directive.match, control) for directive in plan.directives for control in directive.controls)
+
+
+def _is_beyond(match: Match, control: Control) -> bool:
+    """Return whether a job alone does not tell what a directive's control is for."""
+    if is_path(control):
+        return match.operations is not None or bool(narrowing_keys(match))
+    return is_by_launch(control) and (match.operations is not None or "[" in match.name or bool(beyond_names(match)))
 
 
 def narrowing_keys(match: Match) -> list[str]:

@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.controls import Control
-from counterpoint.integrations.planned_paths import is_path, narrowing_keys
-from counterpoint.launch_filter.rules import beyond_names, is_by_launch
+from counterpoint.integrations.planned_paths import needs_step
 from counterpoint.plan import Directive, Plan
 from counterpoint.step import CollectiveKind
 from counterpoint.value import Value
@@ -68,7 +67,7 @@ def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
     for_jobs = _applied_by(plan, "job")
     if for_jobs:
         named = origin.step or (None if origin.finding else TRACE)
-        step = ("--step", named) if named is not None and _needs_step(plan) else ()
+        step = ("--step", named) if named is not None and needs_step(plan) else ()
         words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
         where = "to an unmodified job" + (" whose kernels have the workload's names" if origin.is_described else "")
         yield Application(controls=for_jobs, where=where, lines=(shlex.join(words),))
@@ -109,19 +108,6 @@ def _save_command(origin: PlanOrigin, file: str) -> str:
 def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:
     controls = (control for directive in plan.directives for control in directive.controls)
     return _in_words(control for control in controls if applier not in control.refused_by)
-
-
-def _needs_step(plan: Plan) -> bool:
-    """Return whether `run` needs the step, because names of kernels and kinds of collectives do not identify the targets."""
-    return any(_is_beyond(directive, control) for directive in plan.directives for control in directive.controls)
-
-
-def _is_beyond(directive: Directive, control: Control) -> bool:
-    """Return whether a job alone does not tell what a directive's control is for."""
-    match = directive.match
-    if is_path(control):
-        return match.operations is not None or bool(narrowing_keys(match))
-    return is_by_launch(control) and (match.operations is not None or "[" in match.name or bool(beyond_names(match)))
 
 
 def _in_words(controls: Iterable[Control]) -> tuple[str, ...]:
