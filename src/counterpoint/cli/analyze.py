@@ -95,6 +95,7 @@ def analyze(
     ranks, the report also shows which rank the others waited for.
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
+    from counterpoint.machine import load_machine  # noqa: PLC0415
     from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
@@ -102,8 +103,14 @@ def analyze(
     check_outputs(outputs, (*traces, *compare, baseline, rules))
     if merge is not None:
         check_chrome_path(merge)
+    if machine is not None and not simulates:
+        raise CounterpointError("--machine is for what can be recovered. Leave out --machine or --no-recover.")
+    if machine is not None:
+        load_machine(machine)  # an unknown machine is an error; one that the trace does not fit leaves out the simulation
     conditions = [parse_condition(text) for text in fail_if]
     saved = load_baseline(baseline) if baseline is not None else None
+    if baseline is not None and not fail_if:
+        raise CounterpointError("--baseline is for conditions. Add --fail-if, or leave out --baseline.")
     use_rules(rules)
     found = _analyze(traces, machine, rules, simulates=simulates)
     if compare:
