@@ -24,8 +24,8 @@ MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
-    """Windows of the steps in nanoseconds, the numbers of those `alike` in their operations, the steps themselves if they can
-    be told, and what is and is not known.
+    """Windows of the steps in nanoseconds, the numbers of those `alike` in their operations, the steps themselves if they
+    can be told, and what is and is not known.
     """
 
     windows: tuple[Span, ...]

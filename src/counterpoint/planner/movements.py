@@ -215,7 +215,7 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
         most = format_us(sum(times_us[index] for index, _ in inside))
         return refusal(
             "own_stream",
-            f"{len(inside)} on the computation's stream",
+            f"{format_count(len(inside), 'collective')} on the computation's stream",
             "a trace or a captured step gives the order on a stream, not which kernel needs the result; if the "
             f"kernels after it do not, issue it with async_op=True and wait() for it later, which hides {most} "
             "at most",
@@ -225,7 +225,7 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
     if not needed:
         return refusal(
             "own_stream",
-            f"{len(inside)} on the computation's stream",
+            f"{format_count(len(inside), 'collective')} on the computation's stream",
             "the step does not say what needs the result; name the collective in the waits_for of what does",
         )
     reason = "later kernels on its stream do not need its result; on a separate stream it runs beside them"
