@@ -328,6 +328,25 @@ def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None
     assert (done.returncode, done.stderr) == (2, "counterpoint: Cannot use standard output: No space left on device.\n")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output_loses_what_is_written_to_it_and_nothing_else(closed: str, tmp_path: Path) -> None:
+    plan, trace = tmp_path / "plan.toml", TRACES / "starved.rank0.json.gz"
+    script = f'exec "$0" "$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", script, COUNTERPOINT, "tune", trace, "-o", plan], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("GAIN" in done.stdout) == (closed == "2>&-")
+    assert plan.read_text().startswith("step_name = ")
+
+
+def test_a_trace_is_read_from_a_pipe_of_any_name(tmp_path: Path) -> None:
+    trace = (TRACES / "starved.rank0.json.gz").read_bytes()
+    for words in (["tune", "/dev/stdin"], ["simulate", "/dev/stdin"], ["analyze", "/dev/stdin", "--no-recover"]):
+        done = subprocess.run([COUNTERPOINT, *words], input=trace, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), words
+
+
 def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:
     waiting = tmp_path / "slow.json"
     os.mkfifo(waiting)  # nothing comes through it, so reading it never ends

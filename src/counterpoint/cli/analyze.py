@@ -197,7 +197,7 @@ def _check_sources(traces: Sequence[str]) -> None:
     for path in traces:
         if os.path.isdir(path):
             raise AnalysisError(f"'{shown_path(path)}' is a folder. Name the traces in it, such as {path}/*.json.gz.")
-        if not os.path.isfile(path):
+        if not os.path.exists(path):
             raise AnalysisError(f"'{shown_path(path)}' does not exist. Name traces, such as traces/*.json.gz.")
     twice = next((path for path in traces if traces.count(path) > 1), None)
     if twice is not None:
