@@ -154,17 +154,16 @@ def _each_rank(
 
     `on_progress` is called with how much of the file is read, if there is only one.
     """
-    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415  multiprocessing takes a fifth of --help
-
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+    from counterpoint.workers import worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
     plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
         yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
-    with ProcessPoolExecutor(num_workers, initializer=use_rules, initargs=(rules,)) as pool:
+    with worker_processes(num_workers, AnalysisError, "name fewer traces at once", use_rules, rules) as pool:
         for packed, step in pool.map(_packed_analysis, traces, plans):
             yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
 
