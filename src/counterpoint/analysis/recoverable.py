@@ -12,7 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from counterpoint.analysis.values import Analysis, Cause, Recoverable
-from counterpoint.integrations.planned_paths import needs_step
+from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
@@ -51,7 +51,7 @@ def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: st
     step = ("--step", source) if needs_step(tuning.plan) else ()
     save = shlex.join(("counterpoint", "tune", source, *machine, "-o", PLAN_FILE))
     run = shlex.join(("counterpoint", "run", "--plan", PLAN_FILE, *step, "--", "torchrun", "train.py"))
-    commands = (OTHER_PLAN, save, run) if analysis.skews else (save, run)
+    commands = (*((OTHER_PLAN,) if analysis.skews else ()), save, run) if applied_in_job(tuning.plan, job.step) else ()
     baseline_us = measure(tuning.baseline).makespan_us
     error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
     lone_us = Simulator().lone_times_us(job.step, job.machine)

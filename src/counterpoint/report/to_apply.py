@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.controls import Control
-from counterpoint.integrations.planned_paths import needs_step
+from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.plan import Directive, Plan
-from counterpoint.step import CollectiveKind
+from counterpoint.step import CollectiveKind, Step
 from counterpoint.value import Value
 
 PLAN_FILE = "plan.toml"
@@ -49,26 +49,31 @@ class PlanOrigin(Value, frozen=True, kw_only=True):
 NOWHERE = PlanOrigin()
 
 
-def ways_to_apply(plan: Plan, origin: PlanOrigin) -> tuple[Application, ...]:
+def ways_to_apply(plan: Plan, origin: PlanOrigin, step: Step | None = None) -> tuple[Application, ...]:
     """Return every way to apply a plan, by its file first, since that needs no change to the job; none for an empty
     plan.
+
+    `step` is the one that the plan was made from, if it is known: `run` applies no control that means only some of the
+    collectives or launches that a job cannot distinguish.
     """
     if not plan.directives:
         return ()
-    return (*_by_file(plan, origin), *_by_hand(plan.directives))
+    by_file = tuple(_by_file(plan, origin, step))
+    if by_file and origin.file is None and origin.finding:
+        lines = (_save_command(origin, PLAN_FILE),)
+        by_file = (Application(controls=(), where="first, save the plan", lines=lines), *by_file)
+    return (*by_file, *_by_hand(plan.directives))
 
 
-def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
+def _by_file(plan: Plan, origin: PlanOrigin, step: Step | None) -> Iterator[Application]:
     """Yield the uses of a plan file: in a job, in a captured step, for operators."""
     file = origin.file or PLAN_FILE
-    if origin.file is None and origin.finding:
-        yield Application(controls=(), where="first, save the plan", lines=(_save_command(origin, file),))
     loading = f"plan = load_plan({file!r})"
-    for_jobs = _applied_by(plan, "job")
+    for_jobs = _in_words(applied_in_job(plan, step))
     if for_jobs:
         named = origin.step or (None if origin.finding else TRACE)
-        step = ("--step", named) if named is not None and needs_step(plan) else ()
-        words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
+        step_words = ("--step", named) if named is not None and needs_step(plan) else ()
+        words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step_words, "--", *origin.job)
         where = "to an unmodified job" + (" whose kernels have the workload's names" if origin.is_described else "")
         yield Application(controls=for_jobs, where=where, lines=(shlex.join(words),))
     for_graphs = _applied_by(plan, "graph")
