@@ -184,9 +184,8 @@ class _Collected:
                 if isinstance(problem, msgspec.ValidationError):
                     said, _ = describe_mismatch(problem, kind, whole="args")
                 name = f"{'GPU operation ' if kind is LaunchArguments else ''}'{shown(event.name)}'"
-                raise TraceError(
-                    f"{self.path}: {name} at {event.ts:.15g} us: {said.rstrip('.')}; record the trace again with torch.profiler."
-                ) from problem
+                place = f"{self.path}: {name} at {event.ts:.15g} us"
+                raise TraceError(f"{place}: {said.rstrip('.')}; record the trace again with torch.profiler.") from problem
         return found
 
     def trace(self, surroundings: Surroundings, damage: str | None) -> ActivityTrace:
