@@ -256,6 +256,7 @@ def test_machines_are_listed_and_shown_with_sources() -> None:
     shown = counterpoint("machines", "h200", COLUMNS="200").stdout
     found = re.search(r"^gpu\.num_sms +132 +\[(\d+)\]$", shown, re.MULTILINE)
     assert found
+    assert re.search(r"^gpu\.fp8_flops_per_s +1,978,900,000,000,000 ", shown, re.MULTILINE)
     assert re.search(rf"^\[{found[1]}\] +measured on NVIDIA H200", shown, re.MULTILINE)
 
 
