@@ -76,6 +76,14 @@ def read_pieces(
         raise error(f"Cannot read {shown_path(path)}: {problem}; {remedy}.") from problem
 
 
+def is_pipe(path: Path | str) -> bool:
+    """Return whether the path names a pipe; what does not exist is none."""
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):  # a ValueError for a name with a null character
+        return False
+
+
 class _Source:
     """A file or pipe that is opened without blocking, counts the bytes read, and refuses devices and files that are too
     large.

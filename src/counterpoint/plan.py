@@ -20,7 +20,7 @@ from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
-from counterpoint.units import format_bytes, format_count, format_numbers
+from counterpoint.units import format_count, format_exact_bytes, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
@@ -97,7 +97,7 @@ class Match(Value, frozen=True, kw_only=True):
         if self.name != "*":
             words = f"{words} '{self.name}'" if self.collective else self.name
         if self.num_bytes is not None:
-            words += f" of {format_bytes(self.num_bytes)}" if self.num_bytes else " of unknown size"
+            words += f" of {format_exact_bytes(self.num_bytes)}" if self.num_bytes else " of unknown size"
         if self.process_group is not None:
             words += f" in process group {self.process_group}"
         for what, numbers in (("number", self.ordinals), ("operation", self.operations)):

@@ -44,6 +44,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def format_exact_bytes(num_bytes: int) -> str:
+    """Print a size in binary units, and its bytes where the former are rounded: "128 MiB (134,234,112 B)"."""
+    rounded = format_bytes(num_bytes)
+    number, unit = rounded.split()
+    factor = {"GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1}[unit]
+    return rounded if float(number) * factor == num_bytes else f"{rounded} ({num_bytes:,} B)"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Print a bandwidth in decimal units, as vendors and nccl-tests do."""
     return f"{bytes_per_s / 1e12:.4g} TB/s" if bytes_per_s >= 999.95e9 else f"{bytes_per_s / 1e9:.4g} GB/s"

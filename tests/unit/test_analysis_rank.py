@@ -176,7 +176,20 @@ def test_lanes_join_the_closest_neighbours_where_there_are_too_many(tmp_path: Pa
     [([5, 5], {0, 1}), ([90, 50, 51, 50], {1, 2, 3}), ([50, 50, 50, 51, 200, 50], {1, 2, 3, 5}), ([7], {0})],
 )
 def test_outliers_and_a_first_step_are_not_steady(makespans: list[int], steady: set[int]) -> None:
-    assert steady_steps(makespans) == steady
+    assert steady_steps(makespans, range(len(makespans))) == steady
+
+
+@pytest.mark.parametrize(("num_others", "steady"), [(1, [1]), (2, [1]), (3, [1, 2, 3])])
+def test_steps_with_other_operations_are_not_steady_where_half_of_all_are_alike(
+    num_others: int, steady: list[int], tmp_path: Path
+) -> None:
+    trace = TraceBuilder()
+    for number in range(2 + num_others):
+        trace.step(1000 * number, 1000 * number + 900)
+        trace.kernel(MATMUL if number < 2 else f"{MATMUL}_{number}", 1000 * number + 100, 100)
+    analysis = analyze(trace, tmp_path)
+    assert [step.step for step in analysis.steps if step.is_steady] == steady
+    assert ("left out" in " ".join(analysis.notes)) == (len(steady) == 1)
 
 
 @pytest.mark.parametrize(

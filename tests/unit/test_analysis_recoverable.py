@@ -46,6 +46,15 @@ def test_the_plan_is_named_as_tune_names_it_and_alone_has_the_commands_that_appl
     assert "priority" in {each.what for each in found}
 
 
+@pytest.mark.parametrize(("trace", "is_needed"), [(DDP[0], True), (TRACES / "fsdp2.rank0.json.gz", False)])
+def test_the_command_that_runs_the_plan_names_the_trace_where_run_refuses_the_plan_without_it(
+    trace: Path, is_needed: bool
+) -> None:
+    lines = [line for each in recovered(trace, trace) for line in each.apply]
+    step = f"--step {trace} " if is_needed else ""
+    assert f"counterpoint run --plan plan.toml {step}-- torchrun train.py" in lines
+
+
 def test_a_plan_without_the_waits_that_other_ranks_show_may_not_be_the_one_that_tune_finds() -> None:
     alone, together = ([line for each in recovered(DDP[1], *files) for line in each.apply] for files in (DDP[1:], DDP))
     assert OTHER_PLAN in together

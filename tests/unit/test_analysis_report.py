@@ -18,9 +18,11 @@ from counterpoint.report import analysis_page, analysis_text
 from counterpoint.report.analysis_markdown import markdown_summary
 from counterpoint.report.analysis_page import MAX_PAGE_BYTES, AnalysisReport, render_page, write_page
 from counterpoint.report.analysis_tables import tables_of
+from counterpoint.report.analysis_text import _fitting
 from counterpoint.report.analysis_timeline import Limits, step_origins, timeline_data
 from counterpoint.report.analysis_trace import write_analysis_trace
 from counterpoint.report.analysis_words import ASPECTS, CAUSES, problems_of
+from counterpoint.report.figure_tables import figure_columns, new_figures, text_column
 from helpers.analysis_builder import (
     CLOCK_SHIFT_US,
     HOSTILE,
@@ -80,6 +82,16 @@ def test_a_table_leaves_out_columns_and_rows_that_do_not_fit_and_says_so() -> No
     assert "certainty" not in narrow
     assert "and 20 more rows" in wide  # of 30 skews
     assert "dependent" in narrow
+
+
+def test_an_empty_column_is_left_out_and_details_where_not_even_the_others_fit() -> None:
+    columns = (text_column("name"), text_column("shapes"), *figure_columns("us", "time", "mean"))
+    detail = text_column("of", is_detail=True)
+    table = new_figures(
+        "k", "T", "", (*columns, detail), [("matmul", "", 1234.5, 2345.6, "x"), ("add", None, 3.0, 4.0, "y")]
+    )
+    names = {width: [table.columns[place].name for place in _fitting(table, width)] for width in (80, 20)}
+    assert names == {80: ["name", "time", "mean", "of"], 20: ["name", "time"]}
 
 
 def test_a_trace_without_communication_prints_its_verdict_and_no_table() -> None:

@@ -256,6 +256,7 @@ def test_machines_are_listed_and_shown_with_sources() -> None:
     shown = counterpoint("machines", "h200", COLUMNS="200").stdout
     found = re.search(r"^gpu\.num_sms +132 +\[(\d+)\]$", shown, re.MULTILINE)
     assert found
+    assert re.search(r"^gpu\.fp8_flops_per_s +1,978,900,000,000,000 ", shown, re.MULTILINE)
     assert re.search(rf"^\[{found[1]}\] +measured on NVIDIA H200", shown, re.MULTILINE)
 
 
@@ -326,6 +327,25 @@ def test_output_that_cannot_be_written_is_one_line(arguments: list[str]) -> None
     with open("/dev/full", "w") as full:
         done = subprocess.run([COUNTERPOINT, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "counterpoint: Cannot use standard output: No space left on device.\n")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_output_loses_what_is_written_to_it_and_nothing_else(closed: str, tmp_path: Path) -> None:
+    plan, trace = tmp_path / "plan.toml", TRACES / "starved.rank0.json.gz"
+    script = f'exec "$0" "$@" {closed}'
+    done = subprocess.run(
+        ["sh", "-c", script, COUNTERPOINT, "tune", trace, "-o", plan], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("GAIN" in done.stdout) == (closed == "2>&-")
+    assert plan.read_text().startswith("step_name = ")
+
+
+def test_a_trace_is_read_from_a_pipe_of_any_name(tmp_path: Path) -> None:
+    trace = (TRACES / "starved.rank0.json.gz").read_bytes()
+    for words in (["tune", "/dev/stdin"], ["simulate", "/dev/stdin"], ["analyze", "/dev/stdin", "--no-recover"]):
+        done = subprocess.run([COUNTERPOINT, *words], input=trace, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b""), words
 
 
 def test_ctrl_c_ends_with_130_and_no_word(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_two_ranks_give_a_report_and_every_file_that_was_asked_for(tmp_path: Pat
 def test_a_gate_that_fails_says_why_and_ends_with_1(tmp_path: Path) -> None:
     saved = tmp_path / "before.json"
     assert analyze(DDP[0], "--no-recover", "-o", str(saved))[0] == 0
+    assert "Add --fail-if, or leave out --baseline" in refusal("analyze", DDP[0], "--baseline", str(saved))
     passing = ("--fail-if", "exposed > 50%", "--fail-if", "step > baseline + 3%", "--baseline", str(saved))
     status, out, _ = analyze(DDP[0], "--no-recover", *passing)
     assert status == 0
@@ -120,6 +121,8 @@ def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
         ([DDP[0], "--merge", "out.txt"], "written to .json or .json.gz"),
         ([DDP[0], "--html", DDP[0]], "already uses that file"),
         ([DDP[0], "--rules", str(Path(__file__))], "is not TOML"),
+        ([DDP[0], "--machine", "no_such_gpu"], "Unknown machine 'no_such_gpu'"),
+        ([DDP[0], "--machine", "h200", "--no-recover"], "Leave out --machine or --no-recover"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: Sequence[str], said: str) -> None:

@@ -106,9 +106,11 @@ def traced(change: Callable[[list[dict[str, Any]]], object]) -> TraceBuilder:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda events: events[-1].update(ts=-5), "times must be from 0"),
+        (lambda events: events[-1].update(ts=-5), "times must be from 0 to 1e17 us; '"),
+        (lambda events: events[-1].update(dur=-3.5), " us and takes -3.5 us; record the trace again"),
         (lambda events: events[-1].update(ts=20_300.0), "overlap their predecessor"),
         (lambda events: events[-1]["args"].update(grid=[0, 1, 1]), "positive grid"),
+        (lambda events: events[-1]["args"].update(grid=[0, 1, 1]), "]; record the trace again"),
     ],
 )
 def test_a_trace_that_contradicts_itself(change: Callable[..., object], says: str, tmp_path: Path) -> None:

@@ -144,3 +144,9 @@ def test_a_changed_step_is_a_step_that_moves_the_same_bytes_and_runs_the_same_ke
     found = find_job_changes(step, H200, Simulator())
     assert len(found.helpful) <= MOST_CHANGES
     assert all(first.changed_us <= second.changed_us for first, second in pairwise(found.helpful))
+
+
+def test_a_refusal_for_a_traced_step_counts_the_collectives_on_the_computations_stream() -> None:
+    step = replace(step_of(matmul(100.0), all_reduce(80.0, stream=1), matmul(100.0)), device_name="NVIDIA H200")
+    (refusal,) = propose_own_streams(step, H200).refusals
+    assert refusal.target == "1 collective on the computation's stream"

@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     {"display", "errors", "mismatch", "spans", "units"},
     {"kernel_names"},
-    {"files"},
+    {"files", "workers"},
     {"ranks", "value"},
     {"measurement"},
     {"links"},

@@ -84,6 +84,17 @@ def test_what_differs_is_told_and_what_only_one_of_them_has(tmp_path: Path) -> N
     ]
 
 
+def test_sizes_that_round_to_the_same_are_told_apart(tmp_path: Path) -> None:
+    both = [
+        replace(SECOND, directives=(replace(COPIES, match=Match(collective="all_reduce", num_bytes=size)),))
+        for size in (134_217_728, 134_234_112)
+    ]
+    files(tmp_path, *both)
+    said = counterpoint("plan", "diff", "0.toml", "1.toml", cwd=tmp_path, COLUMNS="200").stdout
+    assert "transport copy_engine on all_reduce of 128 MiB\n" in said
+    assert "transport copy_engine on all_reduce of 128 MiB (134,234,112 B)\n" in said
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

@@ -1,17 +1,19 @@
 """The paths that a plan asks for in a running job, which knows collectives by kind: what means only some is refused."""
 
+import shlex
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from counterpoint.controls import OverlapMatmul
+from counterpoint.controls import OverlapMatmul, Priority, ResidencyCap
 from counterpoint.integrations.paths import COPIES, Paths
-from counterpoint.integrations.planned_paths import planned_paths
+from counterpoint.integrations.planned_paths import applied_in_job, planned_paths
 from counterpoint.plan import Directive, Match, Plan, save_plan
-from counterpoint.step import Collective, CollectiveKind, Step
+from counterpoint.step import Collective, CollectiveKind, Dependency, Operation, Step
 from counterpoint.units import MIB
-from helpers.command import counterpoint
-from helpers.toy_steps import step_of
+from helpers.command import TRACES, counterpoint
+from helpers.toy_steps import kernel, step_of
 
 GATHERS = Match(kind="communication", collective="all_gather")
 
@@ -87,6 +89,46 @@ def test_overlapped_matmuls_are_a_matter_of_their_own_group() -> None:
     assert planned_paths([asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul())], STEP).refusals == ()
     both = [asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul()), asked(match(operations=(4,)))]
     assert planned_paths(both, STEP).paths == Paths(copies=("all_reduce",), overlaps_matmuls=True)
+
+
+@pytest.mark.parametrize(("numbers", "is_had"), [((1, 4), True), ((1,), False), ((1, 4, 6), True)])
+def test_a_collective_without_a_matmul_does_not_keep_the_others_from_being_overlapped(
+    numbers: tuple[int, ...], is_had: bool
+) -> None:
+    other = kernel(64, 10.0)
+    matmul = replace(other, character="matmul")
+    gather = collective("all_gather", 64, "tp")
+
+    def after(number: int, operation: Operation) -> Operation:
+        return replace(operation, waits_for=(Dependency(operation=number),))
+
+    pair = after(0, gather), after(1, matmul)
+    step = step_of(other, *pair, other, after(3, gather), after(4, matmul), after(5, gather))
+    plan = Plan(directives=(asked(match(operations=numbers), OverlapMatmul()),))
+    assert planned_paths(plan.directives, step).paths.overlaps_matmuls == is_had
+    assert applied_in_job(plan, step) == (OverlapMatmul(),) * is_had
+    assert applied_in_job(plan) == (OverlapMatmul(),)
+
+
+def test_a_cap_on_some_launches_of_a_name_is_not_applied_in_a_job() -> None:
+    step = step_of(kernel(64, 10.0), kernel(64, 10.0))
+    for numbers, is_had in (((0,), False), ((0, 1), True)):
+        cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=100_000)
+        plan = Plan(
+            directives=(Directive(match=Match(operations=numbers), controls=(cap, Priority(priority=-5)), reason=""),)
+        )
+        assert applied_in_job(plan, step) == ((cap,) * is_had + (Priority(priority=-5),))
+
+
+@pytest.mark.parametrize("name", ["ddp.rank0", "fsdp2.rank0", "moe.rank0", "starved.rank0", "tp.rank0"])
+def test_run_applies_the_plan_of_each_trace_for_which_tune_prints_its_command(name: str, tmp_path: Path) -> None:
+    trace = TRACES / f"{name}.json.gz"
+    said = counterpoint("tune", trace, "-o", "plan.toml", cwd=tmp_path, COLUMNS="400").stdout
+    commands = [line.strip() for line in said.splitlines() if line.startswith("     counterpoint run ")]
+    assert len(commands) == (name not in ("moe.rank0", "tp.rank0"))
+    for command in commands:
+        words = shlex.split(command.replace("torchrun train.py", "echo started"))[1:]
+        assert counterpoint(*words, cwd=tmp_path).stdout == "started\n"
 
 
 def test_overlapped_all_to_alls_are_those_of_routed_experts() -> None:

@@ -4,16 +4,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from counterpoint import Simulator, load_machine, measure
 from counterpoint.controls import OverlapMatmul, OwnStream, Transport
 from counterpoint.errors import PlanError
+from counterpoint.job import load_job
 from counterpoint.metrics import ideal_in_pieces_us, ideal_us
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.planner import tune
 from counterpoint.planner.ideal import scale_of
 from counterpoint.planner.idle import review_plan
-from counterpoint.planner.movements import propose_overlaps, propose_own_streams
+from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.sim.matmul_pairs import MatmulPairs
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
 from counterpoint.timeline import Interval
@@ -290,3 +292,20 @@ def test_no_ideal_of_a_shipped_trace_is_above_its_makespan(name: str) -> None:
     traced_us = measure(traced.timeline).makespan_us
     scale = scale_of(traced.step, H200, traced_us=traced_us)
     assert scale.in_pieces_us <= scale.ideal_us <= traced_us
+
+
+@pytest.mark.parametrize(("lone_us", "is_refused"), [(None, False), (600.0, False), (5_000.0, True)])
+def test_a_traced_collective_that_only_waits_for_a_late_rank_is_not_moved(lone_us: float | None, is_refused: bool) -> None:
+    step = step_of(matmul(), replace(collective("all_gather", 0), lone_us=lone_us), matmul(1), device_name="NVIDIA H200")
+    found = propose_transports(step, H200)
+    assert bool(found.refusals) == is_refused
+    assert all("far longer than its bytes need: 5 ms instead of " in each.reason for each in found.refusals)
+    said = any("far longer" in each.reason for each in propose_overlaps(step, H200).refusals)
+    assert said == is_refused
+    described = replace(step, device_name=None)  # who states a time in a workload means it
+    assert not propose_transports(described, H200).refusals
+
+
+def test_the_rank_that_waits_for_another_in_every_step_is_promised_nothing() -> None:
+    job = load_job(str(TRACES.parents[1] / "tests" / "data" / "known_causes" / "slow_rank.rank0.json.gz"))
+    assert not tune(job.step, job.machine, Simulator()).plan.directives

@@ -22,7 +22,7 @@ from counterpoint.controls import (
 )
 from counterpoint.engagement import Engagement
 from counterpoint.measurement.values import Measurement
-from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, load_plan
+from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal, load_plan, save_plan
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.supervised.process import Ended
@@ -256,3 +256,12 @@ def test_a_tuned_run_without_room_for_any_candidate_does_not_say_that_none_pays(
 def test_the_grid_says_how_its_choice_is_applied() -> None:
     said = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", "h200").stdout
     assert "     counterpoint tune cb_ar_opt2 --machine h200 -o plan.toml\n" in said
+
+
+def test_where_a_way_belongs_is_indented_when_it_is_wrapped_and_what_is_typed_is_not_wrapped(tmp_path: Path) -> None:
+    save_plan(plan(OverlapMatmul(), match=Match(collective="all_to_all")), tmp_path / "p.toml")
+    said = counterpoint("plan", "show", "p.toml", cwd=tmp_path, COLUMNS="40").stdout
+    block = said[said.index("to apply\n") :].split("\n\n")[0].splitlines()[1:]
+    assert len(block) > 4
+    assert all(line.startswith((" - ", "   ")) for line in block)
+    assert "     counterpoint run --plan p.toml -- torchrun train.py" in block

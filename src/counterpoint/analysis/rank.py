@@ -60,7 +60,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
     roles = find_roles(timed)
     windows = found_windows.windows
     busy = find_busy(timed, roles)
-    steps = find_figures(timed, busy, windows)
+    steps = find_figures(timed, busy, found_windows)
     found = find_collectives(timed, roles, windows)
     main = computation_stream(timed, roles)
     exposed = join_intervals(

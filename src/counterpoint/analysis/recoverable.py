@@ -12,6 +12,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from counterpoint.analysis.values import Analysis, Cause, Recoverable
+from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
@@ -21,7 +22,7 @@ from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
 
-RUN = "counterpoint run --plan plan.toml -- torchrun train.py"
+PLAN_FILE = "plan.toml"
 OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
 # The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
@@ -45,10 +46,12 @@ def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: st
     """
     job = replace(job, step=_without_waits(job.step, analysis, source))
     machine = () if machine_name is None else ("--machine", machine_name)
-    save = shlex.join(("counterpoint", "tune", source, *machine, "-o", "plan.toml"))
-    commands = (OTHER_PLAN, save, RUN) if analysis.skews else (save, RUN)
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
+    step = ("--step", source) if needs_step(tuning.plan) else ()
+    save = shlex.join(("counterpoint", "tune", source, *machine, "-o", PLAN_FILE))
+    run = shlex.join(("counterpoint", "run", "--plan", PLAN_FILE, *step, "--", "torchrun", "train.py"))
+    commands = (*((OTHER_PLAN,) if analysis.skews else ()), save, run) if applied_in_job(tuning.plan, job.step) else ()
     baseline_us = measure(tuning.baseline).makespan_us
     error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
     lone_us = Simulator().lone_times_us(job.step, job.machine)

@@ -5,7 +5,7 @@ nanoseconds.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
@@ -24,9 +24,12 @@ MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
-    """Windows of the steps in nanoseconds, the steps themselves if they can be told, and what is and is not known."""
+    """Windows of the steps in nanoseconds, the numbers of those `alike` in their operations, the steps themselves if they
+    can be told, and what is and is not known.
+    """
 
     windows: tuple[Span, ...]
+    alike: tuple[int, ...] = (0,)
     steps: TracedSteps | None = None
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -51,11 +54,14 @@ def find_windows(timed: TimedTrace) -> RankWindows:
     except TraceError as problem:
         return RankWindows(windows=(whole,), problems=(f"The whole trace counts as one step. {problem}",))
     spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in steps.windows]
-    windows = tuple(span for span in spans if span[0] < span[1])
+    numbers = [number for number, span in enumerate(spans) if span[0] < span[1]]
+    windows = tuple(spans[number] for number in numbers)
+    common = set(steps.alike)
+    alike = tuple(place for place, number in enumerate(numbers) if number in common)
     problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
     if not windows:
         return RankWindows(windows=(whole,), problems=("The whole trace counts as one step, because no step has GPU time.",))
-    return RankWindows(windows=windows, steps=steps, notes=steps.notes, problems=problems)
+    return RankWindows(windows=windows, alike=alike, steps=steps, notes=steps.notes, problems=problems)
 
 
 def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
@@ -75,15 +81,17 @@ def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
     )
 
 
-def find_figures(timed: TimedTrace, busy: BusyTimes, windows: tuple[Span, ...]) -> tuple[StepFigures, ...]:
+def find_figures(timed: TimedTrace, busy: BusyTimes, found: RankWindows) -> tuple[StepFigures, ...]:
     """Return the figures of every step, with the steady ones marked."""
-    steady = steady_steps([end - start for start, end in windows])
-    return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(windows))
+    steady = steady_steps([end - start for start, end in found.windows], found.alike)
+    return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(found.windows))
 
 
-def steady_steps(makespans: Sequence[int]) -> set[int]:
-    """Return the steps but outliers and, of three or more, the first, which runs with a cold profiler."""
-    kept = list(range(1, len(makespans))) if len(makespans) > 2 else list(range(len(makespans)))
+def steady_steps(makespans: Sequence[int], alike: Iterable[int]) -> set[int]:
+    """Return the steps `alike` but outliers and, of three or more steps, the first, which runs with a cold profiler."""
+    warm = range(1, len(makespans)) if len(makespans) > 2 else range(len(makespans))
+    common = set(alike)
+    kept = [step for step in warm if step in common] or list(warm)
     middle = median(makespans[step] for step in kept)
     spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
     limit = max(SPREADS_OF_OUTLIERS * spread, LEAST_OUTLIER * middle)

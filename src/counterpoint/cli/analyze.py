@@ -95,6 +95,7 @@ def analyze(
     ranks, the report also shows which rank the others waited for.
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
+    from counterpoint.machine import load_machine  # noqa: PLC0415
     from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
@@ -102,8 +103,14 @@ def analyze(
     check_outputs(outputs, (*traces, *compare, baseline, rules))
     if merge is not None:
         check_chrome_path(merge)
+    if machine is not None and not simulates:
+        raise CounterpointError("--machine is for what can be recovered. Leave out --machine or --no-recover.")
+    if machine is not None:
+        load_machine(machine)  # an unknown machine is an error; one that the trace does not fit leaves out the simulation
     conditions = [parse_condition(text) for text in fail_if]
     saved = load_baseline(baseline) if baseline is not None else None
+    if baseline is not None and not fail_if:
+        raise CounterpointError("--baseline is for conditions. Add --fail-if, or leave out --baseline.")
     use_rules(rules)
     found = _analyze(traces, machine, rules, simulates=simulates)
     if compare:
@@ -147,17 +154,16 @@ def _each_rank(
 
     `on_progress` is called with how much of the file is read, if there is only one.
     """
-    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415  multiprocessing takes a fifth of --help
-
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
+    from counterpoint.workers import worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
     plans = [simulates and place == 0 for place in range(len(traces))]
     num_workers = min(len(traces), os.cpu_count() or 1)
     if num_workers == 1:
         yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
-    with ProcessPoolExecutor(num_workers, initializer=use_rules, initargs=(rules,)) as pool:
+    with worker_processes(num_workers, AnalysisError, "name fewer traces at once", use_rules, rules) as pool:
         for packed, step in pool.map(_packed_analysis, traces, plans):
             yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
 
@@ -190,7 +196,7 @@ def _check_sources(traces: Sequence[str]) -> None:
     for path in traces:
         if os.path.isdir(path):
             raise AnalysisError(f"'{shown_path(path)}' is a folder. Name the traces in it, such as {path}/*.json.gz.")
-        if not os.path.isfile(path):
+        if not os.path.exists(path):
             raise AnalysisError(f"'{shown_path(path)}' does not exist. Name traces, such as traces/*.json.gz.")
     twice = next((path for path in traces if traces.count(path) > 1), None)
     if twice is not None:

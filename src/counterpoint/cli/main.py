@@ -33,6 +33,7 @@ SECTIONS = {
 
 def main() -> None:
     """Entry point of the `counterpoint` command."""
+    _open_closed_outputs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows '?' instead of ending the command
     try:
@@ -50,6 +51,13 @@ def main() -> None:
         _drop_output()
         _fail(f"Cannot use {problem.filename or 'standard output'}: {problem.strerror}.")
     sys.exit(status)
+
+
+def _open_closed_outputs() -> None:
+    """Discard what is written to an output that was closed when Python started, as if it were sent to /dev/null."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the command ends
 
 
 def run_command(arguments: list[str]) -> int:

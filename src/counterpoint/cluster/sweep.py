@@ -7,13 +7,14 @@ appended to a CSV file at once. A combination that is impossible is kept too, wi
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from counterpoint.cluster.estimate import ClusterEstimate, PassMemory, estimate_step
 from counterpoint.cluster.sweep_file import SweepFile
 from counterpoint.cluster.sweep_store import SweepRow, SweepStore
 from counterpoint.errors import CounterpointError, DeviceError, cause_of
+from counterpoint.workers import worker_processes
 
 PIECE = 16  # combinations handed out at a time
 MOST_PIECES = 4  # a worker's share that waits, so that Ctrl-C ends soon
@@ -28,7 +29,7 @@ def run_sweep(
     """Estimate what the store lacks, append it, and return all rows in the order of the combinations.
 
     `ray_address`: a Ray cluster's; None: the cores of this machine. `on_rows` hears how many of all are done, at first of
-    those that the store held. Raises `DeviceError` where Ray cannot be reached.
+    those that the store held. Raises `DeviceError` where Ray cannot be reached, or a worker process is killed.
     """
     points = list(sweep.axes.points())
     keys = [sweep.key(point) for point in points]
@@ -92,19 +93,16 @@ def _on_cores(sweep: SweepFile, pieces: Sequence[Sequence[Point]]) -> Iterator[l
     if workers <= 1:
         yield from (estimate_points(sweep, piece) for piece in pieces)
         return
-    executor = ProcessPoolExecutor(max_workers=workers)
-    try:
+    with worker_processes(workers, DeviceError, "use fewer cores (taskset); rows that are done are kept") as pool:
         waiting: set[Future[list[SweepRow]]] = set()
         for piece in pieces:
-            waiting.add(executor.submit(estimate_points, sweep, piece))
+            waiting.add(pool.submit(estimate_points, sweep, piece))
             if len(waiting) >= MOST_PIECES * workers:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _on_ray(sweep: SweepFile, pieces: Sequence[Sequence[Point]], address: str) -> Iterator[list[SweepRow]]:

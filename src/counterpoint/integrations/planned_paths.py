@@ -2,7 +2,7 @@
 
 A running job knows a collective by its kind, so all collectives of a kind use the same path. A plan that matches only
 some of them is refused, unless these are all the collectives that copies would take in the step from which the plan was
-made.
+made. `applied_in_job` tells what `run` applies of a plan, and `needs_step` which plans it cannot apply without that step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from counterpoint.controls import LEAST_PART_BYTES, Control, OverlapMatmul, Transport
 from counterpoint.integrations.paths import COPIED_KINDS, LIBRARY, WORDS, Paths
-from counterpoint.plan import NUM_SHOWN, Directive, Match, Refusal
+from counterpoint.launch_filter.rules import beyond_names, is_by_launch, translate
+from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
+from counterpoint.sim.matmul_pairs import MatmulPairs
 from counterpoint.step import Collective, CollectiveKind, Step
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import format_count
@@ -40,9 +42,12 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
     refusals: list[Refusal] = []
     asked = [(each, control) for each in directives for control in each.controls if is_path(control)]
     meant = [] if step is None else [number for each, _ in asked for number in each.match.accepted(step)]
+    paired = frozenset[int]() if step is None else frozenset(MatmulPairs(step).found)
     for directive, control in asked:
         kinds = _kinds_of(directive.match, step)
-        reason = _obstacle(directive.match, control, kinds) if step is None else _obstacle_in(step, control, kinds, meant)
+        reason = (
+            _obstacle(directive.match, control, kinds) if step is None else _obstacle_in(step, control, kinds, meant, paired)
+        )
         if reason:
             refusals.append(Refusal(control=control.tag, target=directive.match.describe(NUM_SHOWN), reason=reason))
         elif isinstance(control, OverlapMatmul) and kinds == {"all_to_all"}:
@@ -60,6 +65,45 @@ def is_path(control: Control) -> bool:
     return isinstance(control, OverlapMatmul) or (isinstance(control, Transport) and control.transport == "copy_engine")
 
 
+def applied_in_job(plan: Plan, step: Step | None = None) -> tuple[Control, ...]:
+    """Return the controls that `run` applies to a job, in the plan's order.
+
+    `step`, from which the plan was made, tells which collectives and launches the plan means. Without it, controls count
+    that a job may turn out not to have.
+    """
+    refused = set()
+    if step is not None:
+        refused = {(each.control, each.target) for each in planned_paths(plan.directives, step).refusals}
+    return tuple(
+        control
+        for directive in plan.directives
+        for control in directive.controls
+        if "job" not in control.refused_by
+        and (control.tag, directive.match.describe(NUM_SHOWN)) not in refused
+        and (step is None or not is_by_launch(control) or _is_launched(directive, control, step))
+    )
+
+
+def _is_launched(directive: Directive, control: Control, step: Step) -> bool:
+    """Return whether kernels of the step get the control by their names."""
+    rules = translate(Plan(directives=(replace(directive, controls=(control,)),)), step).rules
+    return not all(rule.is_collective for rule in rules)
+
+
+def needs_step(plan: Plan) -> bool:
+    """Return whether a job needs the step of a plan, because names of kernels and kinds of collectives do not identify its
+    targets.
+    """
+    return any(_is_beyond(directive.match, control) for directive in plan.directives for control in directive.controls)
+
+
+def _is_beyond(match: Match, control: Control) -> bool:
+    """Return whether a job alone does not tell what a directive's control is for."""
+    if is_path(control):
+        return match.operations is not None or bool(narrowing_keys(match))
+    return is_by_launch(control) and (match.operations is not None or "[" in match.name or bool(beyond_names(match)))
+
+
 def narrowing_keys(match: Match) -> list[str]:
     """Return what a match goes by that a running job does not know of a collective; the step tells it."""
     return [name for name in NARROWING if getattr(match, name) is not None]
@@ -74,11 +118,17 @@ def _obstacle(match: Match, control: Control, kinds: set[CollectiveKind]) -> str
     return _obstacle_to_copies(control, kinds)
 
 
-def _obstacle_in(step: Step, control: Control, kinds: set[CollectiveKind], meant: Sequence[int]) -> str:
-    """Return why a directive is not possible if the plan matches these operations of the step; or nothing."""
+def _obstacle_in(
+    step: Step, control: Control, kinds: set[CollectiveKind], meant: Sequence[int], paired: frozenset[int]
+) -> str:
+    """Return why a directive is not possible if the plan matches these operations of the step; or nothing.
+
+    Operators leave a collective alone that is none of the `paired`, which have a matmul. Experts' all-to-alls need none.
+    """
     accepted = {number: each for number in meant if isinstance(each := step.operations[number], Collective)}
     groups = {each.process_group for each in accepted.values()}
     for kind in kinds:
+        is_operator = isinstance(control, OverlapMatmul) and kind != "all_to_all"
         large = {
             number
             for number, each in enumerate(step.operations)
@@ -86,11 +136,13 @@ def _obstacle_in(step: Step, control: Control, kinds: set[CollectiveKind], meant
             and each.collective == kind
             and _may_be_moved(each)
             and (isinstance(control, Transport) or each.process_group in groups)
+            and (number in paired or not is_operator)
         }
         num_left = len(large - accepted.keys())
         if num_left:
-            number = format_count(len(large), kind, WORDS.get(kind, kind))
-            return f"the plan matches {len(large) - num_left} of {number} that are large enough, but {BY_KIND}"
+            number = format_count(len(large), kind, WORDS.get(kind, f"{kind.replace('_', '-')}s"))
+            which = "have a matmul" if is_operator else "are large enough"
+            return f"the plan matches {len(large) - num_left} of {number} that {which}, but {BY_KIND}"
     return _obstacle_to_copies(control, kinds)
 
 

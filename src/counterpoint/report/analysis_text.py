@@ -80,14 +80,21 @@ def _cell(column: FigureColumn, cell: Cell) -> str:
 
 
 def _fitting(table: FigureTable, width: int) -> list[int]:
-    """Return the columns to show: as many as fit, first those that are no detail, then the others, in order."""
-    needs = [_needed(table, place) + GAP for place in range(len(table.columns))]
-    chosen = [place for place, column in enumerate(table.columns) if not column.is_detail]
+    """Return the columns to show: as many as fit, first those that are no detail, then the others, in order.
+
+    A column that is empty in the rows shown is left out, and so are all details where not even the others fit.
+    """
+    filled = [
+        place for place in range(len(table.columns)) if any(row[place] not in (None, "") for row in table.rows[:MOST_ROWS])
+    ]
+    needs = {place: _needed(table, place) + GAP for place in filled}
+    main = [place for place in filled if not table.columns[place].is_detail]
+    chosen = list(main)
     while len(chosen) > LEAST_COLUMNS and sum(needs[place] for place in chosen) > width + GAP:
         chosen.pop()
     room = width + GAP - sum(needs[place] for place in chosen)
-    for place, column in enumerate(table.columns):
-        if column.is_detail and needs[place] <= room:
+    for place in filled:
+        if len(chosen) >= len(main) and place not in main and needs[place] <= room:
             chosen.append(place)
             room -= needs[place]
     return sorted(chosen)

@@ -66,7 +66,8 @@ def print_plan_file(console: Console, plan: Plan) -> None:
         if said:
             console.print(Text.assemble((f"{what}: ", "bold"), printable(said)))
     console.print(Text("directives" if plan.directives else "no directives: this plan changes nothing", style="bold"))
-    console.print(bullets(describe_directives(plan.directives, most_shown=None)))
+    if plan.directives:
+        console.print(bullets(describe_directives(plan.directives, most_shown=None)))
     if any(directive.match.ordinals is not None for directive in plan.directives):
         console.print(Text("Numbers count from 0 in the order of the step.", style="dim"))
     console.print()
@@ -113,7 +114,8 @@ def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
         return
     console.print(Text("to apply", style="bold"))
     for way in ways:
-        console.print(Text.assemble(" - ", (", ".join(way.controls), "bold"), ", " if way.controls else "", f"{way.where}:"))
+        told = Text.assemble((", ".join(way.controls), "bold"), ", " if way.controls else "", f"{way.where}:")
+        console.print(bullets([told]))
         for line in way.lines:
             console.print(Text(f"     {line}", style="cyan"), soft_wrap=True)
     console.print()

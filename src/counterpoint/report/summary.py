@@ -75,7 +75,7 @@ def summarize_tuning(job: Job, tuning: Tuning, origin: PlanOrigin = NOWHERE) -> 
         rows.append(_planned_row(scale, "with the plan", tuning.planned, tuning.plan))
     found = _summary(job, scale, rows, _replay(job, tuning.baseline), plan=tuning.plan, trials=tuning.trials)
     if tuning.plan.directives:
-        return replace(found, to_apply=ways_to_apply(tuning.plan, origin))
+        return replace(found, to_apply=ways_to_apply(tuning.plan, origin, job.step))
     return replace(found, job_changes=find_job_changes(job.step, job.machine, Simulator()))
 
 

@@ -273,7 +273,7 @@ def format_figure(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(format_figure(each) for each in value)
     if isinstance(value, float):
-        return f"{value:,.15g}"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.15g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -8,10 +8,9 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.controls import Control
-from counterpoint.integrations.planned_paths import is_path, narrowing_keys
-from counterpoint.launch_filter.rules import beyond_names, is_by_launch
+from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.plan import Directive, Plan
-from counterpoint.step import CollectiveKind
+from counterpoint.step import CollectiveKind, Step
 from counterpoint.value import Value
 
 PLAN_FILE = "plan.toml"
@@ -50,26 +49,31 @@ class PlanOrigin(Value, frozen=True, kw_only=True):
 NOWHERE = PlanOrigin()
 
 
-def ways_to_apply(plan: Plan, origin: PlanOrigin) -> tuple[Application, ...]:
+def ways_to_apply(plan: Plan, origin: PlanOrigin, step: Step | None = None) -> tuple[Application, ...]:
     """Return every way to apply a plan, by its file first, since that needs no change to the job; none for an empty
     plan.
+
+    `step` is the one that the plan was made from, if it is known: `run` applies no control that means only some of the
+    collectives or launches that a job cannot distinguish.
     """
     if not plan.directives:
         return ()
-    return (*_by_file(plan, origin), *_by_hand(plan.directives))
+    by_file = tuple(_by_file(plan, origin, step))
+    if by_file and origin.file is None and origin.finding:
+        lines = (_save_command(origin, PLAN_FILE),)
+        by_file = (Application(controls=(), where="first, save the plan", lines=lines), *by_file)
+    return (*by_file, *_by_hand(plan.directives))
 
 
-def _by_file(plan: Plan, origin: PlanOrigin) -> Iterator[Application]:
+def _by_file(plan: Plan, origin: PlanOrigin, step: Step | None) -> Iterator[Application]:
     """Yield the uses of a plan file: in a job, in a captured step, for operators."""
     file = origin.file or PLAN_FILE
-    if origin.file is None and origin.finding:
-        yield Application(controls=(), where="first, save the plan", lines=(_save_command(origin, file),))
     loading = f"plan = load_plan({file!r})"
-    for_jobs = _applied_by(plan, "job")
+    for_jobs = _in_words(applied_in_job(plan, step))
     if for_jobs:
         named = origin.step or (None if origin.finding else TRACE)
-        step = ("--step", named) if named is not None and _needs_step(plan) else ()
-        words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step, "--", *origin.job)
+        step_words = ("--step", named) if named is not None and needs_step(plan) else ()
+        words: tuple[str, ...] = ("counterpoint", "run", "--plan", file, *step_words, "--", *origin.job)
         where = "to an unmodified job" + (" whose kernels have the workload's names" if origin.is_described else "")
         yield Application(controls=for_jobs, where=where, lines=(shlex.join(words),))
     for_graphs = _applied_by(plan, "graph")
@@ -109,19 +113,6 @@ def _save_command(origin: PlanOrigin, file: str) -> str:
 def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:
     controls = (control for directive in plan.directives for control in directive.controls)
     return _in_words(control for control in controls if applier not in control.refused_by)
-
-
-def _needs_step(plan: Plan) -> bool:
-    """Return whether `run` needs the step, because names of kernels and kinds of collectives do not identify the targets."""
-    return any(_is_beyond(directive, control) for directive in plan.directives for control in directive.controls)
-
-
-def _is_beyond(directive: Directive, control: Control) -> bool:
-    """Return whether a job alone does not tell what a directive's control is for."""
-    match = directive.match
-    if is_path(control):
-        return match.operations is not None or bool(narrowing_keys(match))
-    return is_by_launch(control) and (match.operations is not None or "[" in match.name or bool(beyond_names(match)))
 
 
 def _in_words(controls: Iterable[Control]) -> tuple[str, ...]:

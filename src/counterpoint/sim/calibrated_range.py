@@ -7,7 +7,7 @@ from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step
-from counterpoint.units import format_bytes, format_numbers
+from counterpoint.units import format_bytes, format_count, format_numbers
 
 # Beyond the largest measured message, bandwidth grows no further; below the smallest, latency shrinks no further. An
 # assumption.
@@ -49,7 +49,7 @@ def _why_no_collective(operation: Collective, calibration: Calibration) -> str:
     ranks = sorted({int(each.at["ranks"]) for each in points})
     more = calibration.collectives[operation.collective].link_fraction_of_more
     if operation.group_size not in ranks and (operation.group_size < max(ranks) or more is None):
-        return f"{kind}s of {operation.group_size} ranks (measured: {format_numbers(ranks)})"
+        return f"{kind}s of {format_count(operation.group_size, 'rank')} (measured: {format_numbers(ranks)})"
     sizes = [float(each.at["bytes"]) for each in points]
     if not min(sizes) / MARGIN <= operation.num_bytes <= max(sizes) * MARGIN:
         measured = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from counterpoint.errors import TraceError
-from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, read_pieces
+from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, is_pipe, read_pieces
 from counterpoint.traces import kineto, nsight
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.value import require
@@ -73,8 +73,11 @@ def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | No
 
 
 def is_trace(source: str) -> bool:
-    """Return whether `source` names a trace: by its suffix, or by its content if it is a file that a format recognizes."""
-    if source.lower().endswith(SUFFIXES):
+    """Return whether `source` names a trace: by its suffix, or by its content if it is a file that a format recognizes.
+
+    A pipe counts as a trace, because its content can be read only once.
+    """
+    if source.lower().endswith(SUFFIXES) or is_pipe(source):
         return True
     if not os.path.isfile(source):
         return False

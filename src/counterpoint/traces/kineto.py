@@ -184,9 +184,8 @@ class _Collected:
                 if isinstance(problem, msgspec.ValidationError):
                     said, _ = describe_mismatch(problem, kind, whole="args")
                 name = f"{'GPU operation ' if kind is LaunchArguments else ''}'{shown(event.name)}'"
-                raise TraceError(
-                    f"{self.path}: {name} at {event.ts:.15g} us: {said}; record the trace again with torch.profiler."
-                ) from problem
+                place = f"{self.path}: {name} at {event.ts:.15g} us"
+                raise TraceError(f"{place}: {said.rstrip('.')}; record the trace again with torch.profiler.") from problem
         return found
 
     def trace(self, surroundings: Surroundings, damage: str | None) -> ActivityTrace:
@@ -259,4 +258,7 @@ def _check_times(path: Path, event: Event) -> None:
                 f"{path}: '{shown(event.name)}'{place} has no '{field}'; record the trace again with torch.profiler."
             )
     if not (0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US):
-        raise TraceError(f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' has {event.ts} for {event.dur}.")
+        raise TraceError(
+            f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' begins at {event.ts:.15g} us and takes "
+            f"{event.dur:.15g} us; record the trace again with torch.profiler."
+        )

@@ -36,7 +36,8 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     Operations in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
 
     `makespans_us` cover everything that ran in the windows. `steady_ran` are the numbers of the operations that ran in the
-    steady step's window, at least in part.
+    steady step's window, at least in part. `alike` are the steps that run the same operations, or all steps if fewer than
+    half of them do.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -44,6 +45,7 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     windows: tuple[tuple[float, float], ...]
     makespans_us: tuple[float, ...]
     steady_ran: tuple[int, ...]
+    alike: tuple[int, ...]
     notes: tuple[str, ...]
 
     @property
@@ -72,6 +74,7 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         windows=tuple(windows),
         makespans_us=tuple(makespans),
         steady_ran=tuple(ran[steady]),
+        alike=tuple(alike if _are_most(len(alike), len(steps)) else range(len(steps))),
         notes=(*notes, *note),
     )
 
@@ -84,8 +87,17 @@ def _alike(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> tuple[list[i
         return list(range(len(steps))), []
     if occurrences == 1:
         return list(range(len(steps))), [f"All {len(steps)} steps run different operations; the median one was read."]
-    note = f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest and were left out."
+    note = (
+        f"{len(steps) - occurrences} of {len(steps)} steps run other operations than the rest and were left out."
+        if _are_most(occurrences, len(steps))
+        else f"Only {occurrences} of {len(steps)} steps run the same operations; the median one of these was read."
+    )
     return [number for number, found in enumerate(names) if found == common], [note]
+
+
+def _are_most(num_alike: int, num_steps: int) -> bool:
+    """Return whether the steps with the same operations are at least half of all, so that the others are exceptions."""
+    return 2 * num_alike >= num_steps
 
 
 def _whole(

@@ -1,0 +1,35 @@
+"""Worker processes: how work ends that does not end by itself."""
+
+import os
+import signal
+
+import pytest
+
+from counterpoint.errors import DeviceError
+from counterpoint.workers import worker_processes
+
+
+def send_myself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_worker_that_is_killed_or_interrupted_prints_nothing_and_is_one_error(
+    number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background may have it ignored
+    try:
+        with (
+            pytest.raises(DeviceError, match=r"^The worker process was killed, .* Free memory, or stop\.$"),
+            worker_processes(1, DeviceError, "stop") as pool,
+        ):
+            pool.submit(send_myself, number).result()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_each_worker_begins_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BEGUN", raising=False)
+    with worker_processes(1, DeviceError, "stop", os.putenv, "BEGUN", "yes") as pool:
+        assert pool.submit(os.system, 'test "$BEGUN" = yes').result() == 0
