@@ -160,9 +160,10 @@ class ExpertRouting:
         except BaseException:
             self.drop()
             raise
-        self.ahead = None
-        if self.learn is not None:
-            self.learn()
+        finally:
+            self.ahead = None
+            if self.learn is not None:
+                self.learn()  # after an error, too: it may be this rank's alone, and all expect the same
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""

@@ -360,6 +360,19 @@ def ahead() -> None:
     report("ahead")
 
 
+def error_of_one_rank() -> None:
+    """What an error leaves behind in the first half of one rank, whose rows have travelled: all expect the same calls."""
+    ops.release()
+    small, large = (Experts(random.Random(21), torch.float64, kind=kind, num_local=3) for kind in ("sparse", "random"))
+    multiply = expert_passes.multiply
+    for experts, has_error in ((small, False), (large, True), (small, False), (large, False)):
+        tokens, (weights, *_) = experts.own()
+        expert_passes.multiply = (lambda *_: 1 // 0) if has_error and not experts.rank else multiply
+        with suppress(ZeroDivisionError):
+            ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], weights)
+    report("error of one rank")
+
+
 def error_beside() -> None:
     """An error of one rank in what it computes beside its rows is raised there, when the rows are through; all go on."""
     experts = Experts(random.Random(21), torch.float64, kind="random")
