@@ -342,7 +342,7 @@ def ahead() -> None:
     assert (begun["send_ahead"], begun["drop"]) == (1, 1), "an error of the caller's on every rank leaves nothing behind"
     check(few, sent=1)
     pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
-    expert_routing.pick_pieces = lambda *_, **__: 2
+    expert_routing.pick_pieces = lambda *_, **__: 3
     try:
         check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
         check(few, sent=1)
@@ -355,6 +355,10 @@ def ahead() -> None:
         check(many, sent=1, dropped=1)
         check(many, sent=1)
         check(few, sent=1)
+        layers = [(each, *each.own()) for each in (few, many)]  # a call is run again when others came between
+        found = [checkpoint(partial(both_halves, each, of), rows, use_reentrant=False) for each, rows, of in layers]
+        torch.autograd.backward(found, [each.gradients[each.rank] for each, *_ in layers])
+        compare([rows.grad for _, rows, _ in layers], [each.expected()[1] for each, *_ in layers], 1e-12)
     finally:
         expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
     report("ahead")
