@@ -263,8 +263,9 @@ def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, call: Called
     """
     layout = found.layout
     if layout.firsts:  # its groups were given; what they would be otherwise
-        layout = ExpertLayout(layout.counts, layout.rank, layout.num_groups, layout.pairs)
-    has_first = found.num_pieces > MOST_GROUPS_OF_FEW and not call.is_checkpointed
+        number = pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients)
+        layout = ExpertLayout(layout.counts, layout.rank, max(1, number), layout.pairs)
+    has_first = layout.num_groups > MOST_GROUPS_OF_FEW and not call.is_checkpointed
     firsts = layout.first_rows() if has_first else ()
     sent = sent_ahead(found.pair_bytes, has_beside=call.has_beside, has_first=bool(firsts))
     if sent == "nothing":
