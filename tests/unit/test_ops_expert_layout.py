@@ -200,3 +200,16 @@ def test_ranks_say_their_rows_and_whether_their_call_has_gradients_in_one_number
     row = np.array([[3, 4, 2 * 7], [0, 5, 2 * 5 + 1]])
     assert expert_routing.split_last(row) == ([7, 5], True)
     assert expert_routing.split_last(row[:1]) == ([7], False)
+
+
+@pytest.mark.parametrize(("num_mib", "has_gradients", "firsts"), [(200, True, (6, 4)), (200, False, ()), (100, True, ())])
+def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_computed(
+    num_mib: int, has_gradients: bool, firsts: tuple[int, ...]
+) -> None:
+    counts = np.array([[[1, 2, 3, 4], [2, 2, 2, 2]]] * 2)
+    layout = layouts.ExpertLayout(counts, 0, 4, firsts=(3, 5))
+    called = SimpleNamespace(has_beside=False, is_checkpointed=False)
+    found = SimpleNamespace(layout=layout, num_pieces=4, pair_bytes=num_mib * MIB, has_gradients=has_gradients)
+    expected = expert_routing.ExpectedRows()
+    expert_routing._learn(expected, "a layer", found, called)
+    assert expected.next("a layer").firsts == firsts

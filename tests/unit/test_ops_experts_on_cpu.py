@@ -22,6 +22,7 @@ OF_ANY = (
     "in_order",
     "checkpointed",
     "ahead",
+    "error_of_one_rank",
     "error_beside",
     "no_memory",
 )

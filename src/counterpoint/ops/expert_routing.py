@@ -160,9 +160,10 @@ class ExpertRouting:
         except BaseException:
             self.drop()
             raise
-        self.ahead = None
-        if self.learn is not None:
-            self.learn()
+        finally:
+            self.ahead = None
+            if self.learn is not None:
+                self.learn()  # after an error, too: it may be this rank's alone, and all expect the same
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
@@ -188,7 +189,7 @@ def _lengths(ends: Sequence[int]) -> tuple[int, ...]:
 class Called(NamedTuple):
     """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
     of experts, how many a rank holds first, the schedule, whether tokens are kept, and whether something is computed beside.
-    `has_gradients`: whether it may have a backward pass.
+    `is_checkpointed`: whether it runs under activation checkpointing. `has_gradients`: whether it may have a backward pass.
     """
 
     operator: str
@@ -199,11 +200,13 @@ class Called(NamedTuple):
     keeps_tokens: bool = False
     has_beside: bool = False
     has_gradients: bool = True
+    is_checkpointed: bool = False
 
     def words(self) -> str:
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
         kept = " keeping tokens" * self.keeps_tokens + " beside something else" * self.has_beside
+        kept += " under checkpointing" * self.is_checkpointed
         return f"{words_of(self.operator, self.sizes, self.tokens.dtype)}{named}{kept}"
 
 
@@ -250,17 +253,21 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
         elif experts.copies is not None:
             experts.copies.drop_placed()
         raise
-    found.learn = partial(_learn, experts.expected, words, found, has_beside=call.has_beside)
+    found.learn = partial(_learn, experts.expected, words, found, call)
     return found.begun(ahead)
 
 
-def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, *, has_beside: bool) -> None:
-    """Remember a call for the next one of its kind."""
+def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, call: Called) -> None:
+    """Remember a call for the next one of its kind. First groups are not given under checkpointing: a recomputation has to
+    have the groups of its call, whatever calls came between.
+    """
     layout = found.layout
     if layout.firsts:  # its groups were given; what they would be otherwise
-        layout = ExpertLayout(layout.counts, layout.rank, layout.num_groups, layout.pairs)
-    firsts = layout.first_rows() if found.num_pieces > MOST_GROUPS_OF_FEW else ()
-    sent = sent_ahead(found.pair_bytes, has_beside=has_beside, has_first=bool(firsts))
+        number = pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients)
+        layout = ExpertLayout(layout.counts, layout.rank, max(1, number), layout.pairs)
+    has_first = layout.num_groups > MOST_GROUPS_OF_FEW and not call.is_checkpointed
+    firsts = layout.first_rows() if has_first else ()
+    sent = sent_ahead(found.pair_bytes, has_beside=call.has_beside, has_first=bool(firsts))
     if sent == "nothing":
         expected.forget(kind)
     else:

@@ -342,7 +342,7 @@ def ahead() -> None:
     assert (begun["send_ahead"], begun["drop"]) == (1, 1), "an error of the caller's on every rank leaves nothing behind"
     check(few, sent=1)
     pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
-    expert_routing.pick_pieces = lambda *_, **__: 2
+    expert_routing.pick_pieces = lambda *_, **__: 3
     try:
         check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
         check(few, sent=1)
@@ -355,9 +355,26 @@ def ahead() -> None:
         check(many, sent=1, dropped=1)
         check(many, sent=1)
         check(few, sent=1)
+        layers = [(each, *each.own()) for each in (few, many)]  # a call is run again when others came between
+        found = [checkpoint(partial(both_halves, each, of), rows, use_reentrant=False) for each, rows, of in layers]
+        torch.autograd.backward(found, [each.gradients[each.rank] for each, *_ in layers])
+        compare([rows.grad for _, rows, _ in layers], [each.expected()[1] for each, *_ in layers], 1e-12)
     finally:
         expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
     report("ahead")
+
+
+def error_of_one_rank() -> None:
+    """What an error leaves behind in the first half of one rank, whose rows have travelled: all expect the same calls."""
+    ops.release()
+    small, large = (Experts(random.Random(21), torch.float64, kind=kind, num_local=3) for kind in ("sparse", "random"))
+    multiply = expert_passes.multiply
+    for experts, has_error in ((small, False), (large, True), (small, False), (large, False)):
+        tokens, (weights, *_) = experts.own()
+        expert_passes.multiply = (lambda *_: 1 // 0) if has_error and not experts.rank else multiply
+        with suppress(ZeroDivisionError):
+            ops.dispatch_grouped_matmul(tokens, experts.counts[experts.rank], weights)
+    report("error of one rank")
 
 
 def error_beside() -> None:
