@@ -26,6 +26,7 @@ from counterpoint.value import Value, read_toml, require, save_toml
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
+PLAN_FILE = "plan.toml"  # in commands that are printed
 
 
 class Match(Value, frozen=True, kw_only=True):

@@ -16,13 +16,12 @@ from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
-from counterpoint.plan import Directive, Plan
+from counterpoint.plan import PLAN_FILE, Directive, Plan
 from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
 
-PLAN_FILE = "plan.toml"
 OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
 # The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {

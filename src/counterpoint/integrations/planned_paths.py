@@ -42,7 +42,9 @@ def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> 
     refusals: list[Refusal] = []
     asked = [(each, control) for each in directives for control in each.controls if is_path(control)]
     meant = [] if step is None else [number for each, _ in asked for number in each.match.accepted(step)]
-    paired = frozenset[int]() if step is None else frozenset(MatmulPairs(step).found)
+    paired = frozenset[int]()
+    if step is not None and any(isinstance(control, OverlapMatmul) for _, control in asked):
+        paired = frozenset(MatmulPairs(step).found)
     for directive, control in asked:
         kinds = _kinds_of(directive.match, step)
         reason = (

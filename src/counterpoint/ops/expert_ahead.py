@@ -129,6 +129,8 @@ class AheadDispatch(AbstractDispatch):
             self.drop()
             return False
         rows.sorting.ends = self._ends
+        layout = rows.layout
+        self.num_sent_bytes = (layout.num_tokens - layout.num_own) * self.format.num_bytes  # with the others'
         return True
 
     def send_others(self, exchange: AbstractExpertExchange) -> None:
@@ -178,13 +180,3 @@ class AheadDispatch(AbstractDispatch):
             self._others.join()
         self._exchange.end_ahead()
         self._has_ended = True
-
-    @property
-    def num_sent_bytes(self) -> int:  # type: ignore[override]  # others have a number
-        """See `AbstractDispatch`."""
-        layout = self._rows.layout
-        if not self.expected.firsts:
-            return (layout.num_tokens - layout.num_own) * self.format.num_bytes
-        pieces = (layout.sent(layout.rank, peer, number) for peer, number in layout.outgoing(0, 1))
-        by_kernel: int = sum(each.stop - each.start for each in pieces) * self.format.num_bytes
-        return by_kernel + (self._others.num_sent_bytes if self._others is not None else 0)

@@ -17,7 +17,8 @@ from counterpoint.schedule.expert_layout import ExpertLayout
 BLOCK = 2048
 ROW_BLOCK = 1024
 SENT_BLOCK = 8192  # most numbers of a row that a CTA has in flight; chosen, not measured
-SENDING_CTAS, UNITS_OF_A_CTA = 1056, 8  # as many as an H200 runs at once; so many units that CTAs end together
+SENDING_CTAS = 1056  # as many as an H200 runs at once
+UNITS_OF_A_CTA = 8  # about how many; with 2 to 16 calls took equally long (2 H200s)
 NUM_WARPS = 8
 VECTOR_BYTES = 16  # what a thread reads and writes at once
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.controls import Control
 from counterpoint.integrations.planned_paths import applied_in_job, needs_step
-from counterpoint.plan import Directive, Plan
+from counterpoint.plan import PLAN_FILE, Directive, Plan
 from counterpoint.step import CollectiveKind, Step
 from counterpoint.value import Value
 
-PLAN_FILE = "plan.toml"
 JOB = ("torchrun", "train.py")
 TRACE = "TRACE"  # from which a plan was made whose file alone is known
 

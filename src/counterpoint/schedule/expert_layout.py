@@ -103,20 +103,20 @@ class ExpertLayout:
         firsts = self.firsts or [0] * self.num_ranks
         return [list(self._ranges(*each)) for each in zip(self._ends.tolist(), firsts, strict=True)]
 
-    def _ranges(self, ends: list[int], first: int) -> Iterator[ExpertRange]:
-        """Yield the groups of a rank, given where its experts' rows end, and the most rows of its first group or 0."""
-        number = start = origin = 0
+    def _ranges(self, ends: list[int], num_first: int) -> Iterator[ExpertRange]:
+        """Yield the groups of a rank, given where its experts' rows end, and how many its first group has at most, or 0."""
+        number = start = origin = first = 0
         begins_cut, num_rows = False, ends[-1]
         part, num_parts = 1, num_parts_of(self.num_groups)
-        if 0 < first < num_rows:  # the other groups are two parts each, and the last one is one
-            last = bisect_left(ends, first)
-            begins_cut = ends[last] > first
-            yield ExpertRange(0, slice(0, last + 1), slice(0, first), begins_cut)
-            number, start, origin, part, num_parts = 1, first, first, 2, num_parts - 1
+        if 0 < num_first < num_rows:  # the other groups are two parts each, and the last one is one
+            last = bisect_left(ends, num_first)
+            begins_cut = ends[last] > num_first
+            yield ExpertRange(0, slice(0, last + 1), slice(0, num_first), begins_cut)
+            number, part, num_parts = 1, 2, num_parts - 1
+            start = origin = num_first
             first = last if begins_cut else last + 1
-        elif first:
+        elif num_first:
             part = num_parts  # all rows are in the first group
-            first = 0
         for at in range(part, num_parts, 2):
             stop = origin + at * (num_rows - origin) // num_parts
             last = bisect_left(ends, stop)
