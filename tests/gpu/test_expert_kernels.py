@@ -107,6 +107,18 @@ def test_rows_without_room_or_with_wrong_counts_are_not_sent(wrong: str) -> None
         assert written[1] == [False, False, False, True, True, True] * 2, "rank 0 sends nothing, rank 1 all of its rows"
 
 
+def test_rows_are_put_into_their_places_and_taken_back() -> None:
+    rows, target, back = drawn(50), unwritten(64), unwritten(50)
+    places = torch.randperm(64, device="cuda")[:40].sort().values
+    kernels.put_rows(rows, slice(7, 47), places, target)
+    assert torch.equal(target[places], rows[7:47])
+    assert int(target.isnan().all(1).sum()) == 24, "no other place is written"
+    origin = int(places[13])  # the first row of a group
+    kernels.take_rows(target[origin:].clone(), places, (13, origin), back, slice(20, 47))
+    assert torch.equal(back[20:47], rows[20:47])
+    assert int(back.isnan().all(1).sum()) == 23, "no other row is written"
+
+
 def test_a_grouped_matmul_leaves_rows_behind_its_ends_alone() -> None:
     rows, weights = torch.randn(96, 64, device="cuda").bfloat16(), torch.randn(2, 32, 64, device="cuda").bfloat16()
     rows[40:] = torch.nan

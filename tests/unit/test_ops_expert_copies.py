@@ -35,6 +35,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module("counterpoint.ops.expert_copies")
     monkeypatch.setattr(module, "has_triton", lambda: False)
     monkeypatch.setattr(module, "check", lambda *_: None)
+    monkeypatch.setattr(module, "OnStream", nullcontext)
+    monkeypatch.setattr(module, "copy_bytes", lambda target, source, num_bytes, _: ctypes.memmove(target, source, num_bytes))
     yield module
     for name in set(sys.modules) - set(before):
         del sys.modules[name]
@@ -79,12 +81,10 @@ class Exchange:
         for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True):
             ctypes.memmove(target, source, num_bytes)
 
-    def collecting(self, _mark: object) -> Any:
-        return nullcontext()
-
     def current(self) -> None: ...
     def copy_stream(self, _name: str) -> None: ...
-    def torch_stream(self, _name: str) -> None: ...
+    def _torch_stream(self, _name: str) -> None: ...
+    def follow_mark(self, _name: str, _mark: object) -> None: ...
     def join(self, _names: object) -> None: ...
     def mark(self) -> None: ...
 
@@ -171,7 +171,6 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     for name in ("send_ahead", "await_ahead", "end_ahead", "dispatch", "_ends_of", "_on_gpu", "_placed_rows"):
         monkeypatch.setattr(Exchange, name, getattr(copies.ExpertCopies, name), raising=False)
     exchanges, ahead, layouts = (
@@ -335,15 +334,15 @@ class ModelledRank:
         values = {"rank": rank, "_num_ranks": streams.num_ranks, "_peers": peers, "device": torch.device("cpu")}
         doubles = {name: MagicMock() for name in ("_order", "_watch", "_pool")}
         state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
-        counts = {"_counts_place": 0, "_counts_row_bytes": 8, "_counts_on_host": torch.zeros(2 * streams.num_ranks)}
+        counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_on_host": np.zeros(9), "_counts_address": 0}
         events = {name: [None] for name in ("ready", "_mark", "counted")}
         made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, _streams={}, _ends={})
-        made._counts_pool = MagicMock(num_bytes=8)
+        made._counts_pool = MagicMock()
         made._counts_pool.memory.addresses = [1000 * peer for peer in range(streams.num_ranks)]
         made.current = lambda: "compute"
         made.copy_stream = lambda name: name
         made.address = lambda region, peer: 0
-        made.torch_stream = made._ends_of = lambda _: None
+        made._torch_stream = made._ends_of = lambda _: None
         made.addresses = dict.fromkeys(copies.ExpertRegion)
         made.join = lambda names: [self.follow("compute", name) for name in names]
         self.number, self.call = 0, 0
@@ -376,7 +375,9 @@ class ModelledRank:
         keys, number = [(self.rank, flag, peer) for peer in peers], self.number
         self.streams.issue(self.rank, stream, lambda: all(self.streams.flags[key] >= number for key in keys))
 
-    def exchange(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
+    def exchange(self, flag: int, peers: tuple[int, ...], stream: str, words: tuple[int, ...], value: int) -> None:
+        said = {("counts", word): value + self.call for word in words}
+        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update(said))
         self.raise_to(flag, peers, stream)
         self.wait(flag, peers, stream)
 
@@ -394,8 +395,8 @@ class ModelledRank:
         else:  # the counts of all ranks are read
 
             def read() -> None:
-                found = [memory.get(("counts", source + 8 * each)) for each in range(self.streams.num_ranks)]
-                assert found == [call] * self.streams.num_ranks, "a rank wrote counts that were not read yet, or not in time"
+                found = [memory.get(("counts", source + 8 * each)) for each in range(2 * self.streams.num_ranks)]
+                assert found == [call, 1000 + call] * self.streams.num_ranks, "counts were not read yet, or not in time"
 
             self.streams.issue(rank, stream, read)
 
@@ -409,9 +410,9 @@ class ModelledRank:
 
     def gather(self, call: int, *, is_ahead: bool) -> None:
         self.call = call
-        row = MagicMock(nbytes=8, shape=(1,))
-        row.data_ptr.return_value = OWN_COUNTS
-        self.copier.gather(row, self.send_ahead if is_ahead else lambda _: None)
+        counts = MagicMock(nbytes=8, itemsize=8, shape=(1,))
+        counts.data_ptr.return_value = OWN_COUNTS
+        self.copier.gather(counts, 1000, self.send_ahead if is_ahead else lambda _: None)
 
     def place(self) -> None:
         """Put own rows where those of other calls lie, and leave the call to the library."""
@@ -472,7 +473,6 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = kernels.FirstExperts = MagicMock()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     for seed in range(120):
         chance = random.Random(seed)
         streams = Streams(num_ranks, is_one_queue=is_one_queue)

@@ -20,6 +20,7 @@ Handle = Any  # cuda-bindings has no types
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
+WRITE_64 = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64
 WAIT_EQUAL = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 WAIT_AT_LEAST = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)  # as signed 32-bit differences
 FLUSH = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
@@ -191,14 +192,17 @@ def is_nvlink_to(number: int, peer: int) -> bool:
 
 def memory_operation(kind: Handle, address: int, value: int, flags: int = 0) -> Handle:
     """Return one operation of `cuStreamBatchMemOp`: wait until the word at `address` is `value` (WAIT), or write it
-    (WRITE).
+    (WRITE, or WRITE_64 with 64 bits).
     """
     parameters = cu.CUstreamBatchMemOpParams()
     parameters.operation = kind
     fields = parameters.waitValue if kind == WAIT else parameters.writeValue
     fields.operation = kind
     fields.address = cu.CUdeviceptr(address)
-    fields.value = cu.cuuint32_t(value)
+    if kind == WRITE_64:
+        fields.value64 = cu.cuuint64_t(value)
+    else:
+        fields.value = cu.cuuint32_t(value)
     fields.flags = flags
     return parameters
 

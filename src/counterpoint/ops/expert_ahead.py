@@ -118,8 +118,9 @@ class AheadDispatch(AbstractDispatch):
         """Multiply the rows when they have arrived."""
         self._exchange.await_ahead()
         if self._weights:
-            ends = self._ends.clamp(max=self._num_first) if self.expected.firsts else self._ends
-            rows = self._landed[: self._num_first]
+            rows, ends = self._landed, self._ends
+            if self.expected.firsts:
+                rows, ends = rows[: self._num_first], ends.clamp(max=self._num_first)
             self._products = [multiply_grouped(rows, each.mT, ends) for each in self._weights]
 
     def settle(self, rows: Rows) -> bool:

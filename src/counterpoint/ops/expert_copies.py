@@ -11,10 +11,10 @@ have begun the exchange between. Calls follow each other (`call_order.py`), and 
 one order, direction by direction, so that streams that share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
@@ -38,7 +38,7 @@ from counterpoint.ops.expert_exchange import (
 from counterpoint.ops.expert_memory import RegionSizes
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import NumberedSignals
-from counterpoint.ops.streams import stream_of
+from counterpoint.ops.streams import OnStream, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import Counts
@@ -72,33 +72,35 @@ class ExpertCopies(AbstractExpertCopies):
         self.awaits_peers = False  # whether what the present pass sends has to wait until its peer has begun
         self._pool = SymmetricPool(device, group, agreement)
         self._counts_pool = SymmetricPool(device, group, agreement)
-        self._counts_row_bytes = self._counts_place = 0
-        self._counts_on_host = torch.empty(0, dtype=torch.int64, pin_memory=True)
+        self._counts_row_bytes = self._counts_place = self._counts_address = 0
+        self._counts_on_host: Counts = np.empty(0, dtype=np.int64)  # pinned, at `_counts_address`
         self._sizes = RegionSizes()
         self.addresses: dict[ExpertRegion, torch.Tensor] = {}  # where a region begins, by rank
+        self._views: dict[tuple[ExpertRegion, RowFormat], torch.Tensor] = {}  # regions as rows
         self._streams: dict[str, Handle] = {}
         self.blocks = BlockCopies()
         self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
         events = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
         self.ready, self._mark, self.counted = events
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        num_bytes, memory = row.nbytes, self._memory_for_counts(row.nbytes)
-        stream = self.current()
-        gathered = row.new_empty(self._num_ranks, row.shape[0])
-        on_host = self._counts_on_host[: gathered.numel()]
+        num_numbers = counts.shape[0] + 1
+        num_bytes = num_numbers * counts.itemsize
+        memory, stream = self._memory_for_counts(num_bytes), self.current()
+        gathered = counts.new_empty(self._num_ranks, num_numbers)
         self._require_ended(is_open=self._is_ahead)
         self._open()
         self._placed = None
         self._counts_place = 1 - self._counts_place
         start = self._counts_place * self._num_ranks * self._counts_row_bytes
-        own = memory.addresses[self.rank] + start
+        own, row = memory.addresses[self.rank] + start, start + self.rank * num_bytes
         for address in memory.addresses:
-            copy_bytes(address + start + self.rank * num_bytes, row.data_ptr(), num_bytes, stream)
-        self.signals.exchange(COUNTS_ARRIVED, self._peers, stream)
-        copy_bytes(gathered.data_ptr(), own, gathered.nbytes, stream)
-        copy_bytes(on_host.data_ptr(), own, gathered.nbytes, stream)
+            copy_bytes(address + row, counts.data_ptr(), counts.nbytes, stream)
+        lasts = tuple(address + row + counts.nbytes for address in memory.addresses)
+        self.signals.exchange(COUNTS_ARRIVED, self._peers, stream, lasts, last)
+        copy_bytes(gathered.data_ptr(), own, self._num_ranks * num_bytes, stream)
+        copy_bytes(self._counts_address, own, self._num_ranks * num_bytes, stream)
         check("Marking the counts", cu.cuEventRecord(self.counted, stream))
         self.end()
         self._have_met = True
@@ -107,7 +109,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._is_open = False
         check("Waiting for the counts", cu.cuEventSynchronize(self.counted))
         self._watch.require_sound()
-        return on_host.view(gathered.shape), gathered
+        return self._counts_on_host[: self._num_ranks * num_numbers].reshape(self._num_ranks, num_numbers), gathered
 
     def _memory_for_counts(self, num_bytes: int) -> SymmetricMemory:
         """Return symmetric memory for two rows of counts of each rank."""
@@ -115,7 +117,8 @@ class ExpertCopies(AbstractExpertCopies):
             self._counts_row_bytes = 0
             wanted = aligned(num_bytes)
             self._counts_pool.replace(2 * self._num_ranks * wanted, "An expert layer", has_captured=False)
-            self._counts_on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
+            on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
+            self._counts_on_host, self._counts_address = on_host.numpy(), on_host.data_ptr()
             self._counts_row_bytes = wanted
         assert self._counts_pool.memory is not None
         return self._counts_pool.memory
@@ -129,6 +132,7 @@ class ExpertCopies(AbstractExpertCopies):
         if self.holds(needed):
             return
         sizes, self._sizes = self._sizes.grown(needed), RegionSizes()
+        self._views.clear()
         what = f"An expert layer with {format_bytes(sizes.num_bytes)} of symmetric memory"
         self._pool.replace(sizes.num_bytes, what, has_captured=False)
         self._sizes = sizes
@@ -174,7 +178,7 @@ class ExpertCopies(AbstractExpertCopies):
             return
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
-        landed, ends = self._sizes.whole(memory.local, ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
+        landed, ends = self._whole(ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
         sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
         send_rows(sending, gathered, ends, is_own_only=True)
         self._placed = Placed(memory, landed.shape[0], ends)
@@ -210,7 +214,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
         ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
-        with torch.cuda.stream(self.torch_stream(KERNEL)):
+        with OnStream(self._torch_stream(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
             send_rows(sending, gathered, ends, self._on_gpu(tuple(firsts)) if firsts else None)
         self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
@@ -237,10 +241,16 @@ class ExpertCopies(AbstractExpertCopies):
 
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """See `AbstractExpertCopies.region`."""
-        memory = self._pool.memory
-        if memory is None:  # no rank has rows
-            return rows.empty(0)
-        return self._sizes.view(memory.local, region, rows, num_rows)
+        return self._whole(region, rows)[:num_rows]
+
+    def _whole(self, region: ExpertRegion, rows: RowFormat) -> torch.Tensor:
+        """Return all rows for which a region has room."""
+        found = self._views.get((region, rows))
+        if found is None:
+            memory = self._pool.memory
+            found = rows.empty(0) if memory is None else self._sizes.whole(memory.local, region, rows)
+            self._views[region, rows] = found
+        return found
 
     def address(self, region: ExpertRegion, peer: int) -> int:
         """Return where a region begins on a peer."""
@@ -257,28 +267,24 @@ class ExpertCopies(AbstractExpertCopies):
         return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def mark(self) -> Handle:
-        """Record an event after the current stream's work, for `collecting`."""
+        """Record an event after the current stream's work, for `follow_mark`."""
         check("Marking a place", cu.cuEventRecord(self._mark, self.current()))
         return self._mark
 
-    @contextmanager
-    def collecting(self, mark: Handle) -> Iterator[Handle]:
-        """Make the stream for collecting results current; it follows the mark, and the former stream follows it."""
-        name = "collect"
+    def follow_mark(self, name: str, mark: Handle) -> Handle:
+        """Let a copy stream wait for the mark; return it."""
         handle = self.copy_stream(name)
         check("Following a mark", cu.cuStreamWaitEvent(handle, mark, 0))
-        with torch.cuda.stream(self.torch_stream(name)):
-            yield handle
-        self.join([name])
+        return handle
 
     def copy_stream(self, name: str) -> Handle:
         """Return the copy stream of that name."""
         if name not in self._streams:
-            self._streams[name] = cu.CUstream(self.torch_stream(name).cuda_stream)
+            self._streams[name] = cu.CUstream(self._torch_stream(name).cuda_stream)
             self._ends[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
         return self._streams[name]
 
-    def torch_stream(self, name: str) -> torch.cuda.Stream:
+    def _torch_stream(self, name: str) -> torch.cuda.Stream:
         """Return that stream as torch's; the kernel's CTAs go before those of what is computed beside it."""
         return stream_of(self._group.group_name, self.device, f"experts {name}", HIGH_PRIORITY if name == KERNEL else 0)
 
@@ -427,13 +433,13 @@ class CopyDispatch(AbstractDispatch):
     def _put_own(self, source: torch.Tensor) -> None:
         if not self._rows.layout.num_own:
             return
-        own, places = source[self._rows.layout.own], self._rows.sorting.places.own
+        own, places = self._rows.layout.own, self._rows.sorting.places.own
         if has_triton():
             from counterpoint.ops.expert_kernels import put_rows  # noqa: PLC0415  needs Triton
 
-            put_rows(own, places, self._landed)
+            put_rows(source, own, places, self._landed)
         else:
-            self._landed.index_copy_(0, places, own)
+            self._landed.index_copy_(0, places, source[own])
 
 
 @final
@@ -457,19 +463,29 @@ class CopyCombine(AbstractCombine):
             self._outbox.send(source, number, (placed - start, sent + first, num_rows))
         own = layout.sent(rank, rank, number)
         if own.stop > own.start:
-            there = slice(own.start - layout.own.start, own.stop - layout.own.start)
-            places = self._rows.sorting.places.own[there] - start
-            torch.index_select(rows, 0, places, out=self._results[own])
+            self._take_own(rows, own, start)
+
+    def _take_own(self, rows: torch.Tensor, own: slice, start: int) -> None:
+        """Copy the results of this rank's own experts; `rows` are those from `start` on, of one group."""
+        places, first = self._rows.sorting.places.own, own.start - self._rows.layout.own.start
+        if has_triton():
+            from counterpoint.ops.expert_kernels import take_rows  # noqa: PLC0415  needs Triton
+
+            take_rows(rows, places, (first, start), self._results, own)
+        else:
+            there = places[first : first + own.stop - own.start] - start
+            torch.index_select(rows, 0, there, out=self._results[own])
 
     def results(self) -> torch.Tensor:
         """See `AbstractCombine.results`."""
-        layout, exchange = self._rows.layout, self._exchange
-        landed = exchange.region(ExpertRegion.COMBINE, self._rows.format, layout.num_tokens - layout.num_own)
-        with exchange.collecting(self._collected) as stream:
-            for peer, number in layout.outgoing():
-                exchange.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
-                sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
-                self._results[sent].copy_(landed[start : start + sent.stop - sent.start])
+        layout, exchange, size = self._rows.layout, self._exchange, self._rows.format.num_bytes
+        results, stream = self._results.data_ptr(), exchange.follow_mark("collect", self._collected)
+        for peer, number in layout.outgoing():
+            exchange.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
+            sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
+            landed = exchange.address(ExpertRegion.COMBINE, layout.rank) + start * size
+            copy_bytes(results + sent.start * size, landed, (sent.stop - sent.start) * size, stream)
+        exchange.join(["collect"])
         self.num_sent_bytes = self._outbox.num_bytes
         return self._results
 

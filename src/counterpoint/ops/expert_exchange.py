@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from counterpoint.ops.expert_sorting import Sorting
-from counterpoint.schedule.expert_layout import ExpertLayout
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 
 
 class ExpertRegion(IntEnum):
@@ -118,9 +118,9 @@ class AbstractExpertExchange(ABC):
     """Moves the rows of experts between the ranks of one group."""
 
     @abstractmethod
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return every rank's row of integers (int64), in the order of ranks: on the host, which waits, in memory that the
-        next call may reuse, and on the device.
+    def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
+        """Return every rank's counts (a contiguous vector of int64) and behind them its `last`, 0 or more: one row for each
+        rank, on the host, which waits, in memory that the next call may reuse, and on the device.
 
         `beside` is called before the host waits, with those on the device. What it issues on the current stream runs after
         the exchange, and while the host decides what follows.

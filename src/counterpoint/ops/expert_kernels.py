@@ -67,21 +67,33 @@ def gate_backward(first: torch.Tensor, second: torch.Tensor, gradient: torch.Ten
     gate_backward_kernel[(triton.cdiv(number, BLOCK),)](first, second, gradient, *outs, number, BLOCK, num_warps=NUM_WARPS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def put_rows_kernel(rows, places, target, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """target[places[n]] = rows[n], each of `number` numbers."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places + row)
+@triton.jit(do_not_specialize=["first", "first_place", "origin"])  # type: ignore[untyped-decorator]
+def place_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
+    rows, places, target, first, first_place, origin, number, is_back: tl.constexpr, block: tl.constexpr
+):
+    """One row of `number` numbers: `put_rows`, or `take_rows` if `is_back`."""
+    place = tl.load(places + first_place + tl.program_id(0)) - origin
+    row = (first + tl.program_id(0)).to(tl.int64)
+    if is_back:
+        place, row = row, place
     for start in range(0, number, block):
         at = start + tl.arange(0, block)
         inside = at < number
         tl.store(target + place * number + at, tl.load(rows + row * number + at, mask=inside), mask=inside)
 
 
-def put_rows(rows: torch.Tensor, places: torch.Tensor, target: torch.Tensor) -> None:
-    """Set target[places[n]] = rows[n]: contiguous matrices of one type, all places different (int64)."""
-    if rows.shape[0]:
-        put_rows_kernel[(rows.shape[0],)](rows, places, target, rows.shape[1], ROW_BLOCK, num_warps=4)
+def put_rows(rows: torch.Tensor, part: slice, places: torch.Tensor, target: torch.Tensor) -> None:
+    """Set target[places[n]] = rows[part][n]: contiguous matrices of one type, all places different (int64)."""
+    numbers = part.start, 0, 0, rows.shape[1]
+    place_rows_kernel[(part.stop - part.start,)](rows, places, target, *numbers, False, ROW_BLOCK, num_warps=4)
+
+
+def take_rows(rows: torch.Tensor, places: torch.Tensor, used: tuple[int, int], target: torch.Tensor, part: slice) -> None:
+    """Set target[part][n] = rows[places[first + n] - origin], with (first, origin) = `used`: contiguous matrices of one
+    type, places in int64.
+    """
+    numbers = part.start, *used, rows.shape[1]
+    place_rows_kernel[(part.stop - part.start,)](rows, places, target, *numbers, True, ROW_BLOCK, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["first", "num_rows", "rank"])  # type: ignore[untyped-decorator]

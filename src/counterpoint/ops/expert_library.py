@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from counterpoint.ops.collectives import Ranks, library_all_gather
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
+from counterpoint.schedule.expert_layout import Counts
 
 library_all_to_all = dist.all_to_all_single  # the library's own functions, also if a job's functions were replaced
 
@@ -23,20 +24,21 @@ class ExpertLibrary(AbstractExpertExchange):
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
+        row = torch.constant_pad_nd(counts, (0, 1), last)
         gathered = row.new_empty(self._ranks.group.size(), row.shape[0])
         self.together(library_all_gather, gathered.flatten(), row)
         if gathered.is_cpu:
             beside(gathered)
-            return gathered, gathered
+            return gathered.numpy(), gathered
         on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         counted = torch.cuda.Event()
         counted.record()
         beside(gathered)
         counted.synchronize()
-        return on_host, gathered
+        return on_host.numpy(), gathered
 
     def begin(self) -> None:
         """See `AbstractExpertExchange.begin`."""

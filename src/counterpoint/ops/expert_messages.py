@@ -27,7 +27,7 @@ from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_memory import RegionSizes
 from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.schedule.description import MAX_CHUNKS
-from counterpoint.schedule.expert_layout import ExpertLayout
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 
 
 @final
@@ -41,9 +41,9 @@ class ExpertMessages(AbstractExpertCopies):
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._ahead: MessageDispatch | None = None
 
-    def gather(self, row: torch.Tensor, beside: Callable[[torch.Tensor], None]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
-        return self._library.gather(row, beside)
+        return self._library.gather(counts, last, beside)
 
     def holds(self, needed: Needed) -> bool:
         """See `AbstractExpertCopies.holds`."""

@@ -130,10 +130,11 @@ def _first_linears(
     dispatch: AbstractDispatch, linears: Sequence[Linear], group: ExpertRange, experts: ExpertRows
 ) -> list[torch.Tensor]:
     """Return the rows of a group after each of the call's first linears; then the other groups' rows are sent, too."""
-    rows, found = dispatch.group(group.number), []
+    rows, found = None, []
     for number, linear in enumerate(linears):
         product = dispatch.product(group.number, number)
         if product is None:
+            rows = dispatch.group(group.number) if rows is None else rows
             found.append(_linear(linear, rows, group.experts, experts))
         else:
             bias = None if linear.bias is None else _part_of(linear.bias, group.experts)

@@ -40,15 +40,29 @@ class Pieces(NamedTuple):
     number: int
     firsts: tuple[int, ...] = ()
 
-    def as_columns(self, num_ranks: int) -> Counts:
-        """Return them as two numbers for each rank."""
-        return np.column_stack(([self.number] * num_ranks, self.firsts or [0] * num_ranks))
+    def beside(self, found: Counts) -> Counts:
+        """Return what ranks have exchanged, and two columns that hold these."""
+        num_ranks, width = found.shape
+        whole = np.empty((num_ranks, width + 2), dtype=np.int64)
+        whole[:, :-2], whole[:, -2], whole[:, -1] = found, self.number, self.firsts or 0
+        return whole
 
     @classmethod
     def of_columns(cls, columns: Counts) -> "Pieces":
-        """Return what these columns hold."""
+        """Return what the columns of `beside` hold."""
         numbers, firsts = columns.T.tolist()
         return cls(numbers[0], tuple(firsts) if any(firsts) else ())
+
+
+class Counted(NamedTuple):
+    """What ranks have exchanged, and what follows from it: the rows of each pair of ranks, the bytes of the busiest pair,
+    and whether any rank's call has gradients.
+    """
+
+    found: Counts
+    pairs: Pairs
+    pair_bytes: int
+    has_gradients: bool
 
 
 @final
@@ -58,21 +72,16 @@ class ExpertRouting:
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
     groups of experts per rank; 0 if rows go by the library's all-to-all. `pair_bytes`: what the busiest pair of ranks
-    exchanges. `gathered`: every rank's row of the exchange of counts, on the host, and behind it what else decides its
-    groups, from which `route_again` makes this routing.
+    exchanges. `has_gradients`: whether any rank's call has gradients. `gathered`: every rank's row of the exchange of
+    counts, on the host, and behind it what else decides its groups, from which `route_again` makes this routing.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        counted: tuple[Counts, Counts, Pairs],
-        on_device: torch.Tensor,
-        pieces: Pieces,
-        pair_bytes: int,
-    ) -> None:
-        self.runtime, self.num_pieces, self.pair_bytes = runtime, pieces.number, pair_bytes
-        found, self.counts, pairs = counted
-        self.gathered = torch.from_numpy(np.column_stack((found, pieces.as_columns(len(found)))))
+    def __init__(self, runtime: Runtime, counted: Counted, on_device: torch.Tensor, pieces: Pieces) -> None:
+        self.runtime, self.num_pieces = runtime, pieces.number
+        found, pairs, self.pair_bytes, self.has_gradients = counted
+        whole = pieces.beside(found)
+        self.gathered = torch.from_numpy(whole)
+        self.counts = whole[:, :-3].reshape(len(whole), len(whole), -1)
         self.layout = ExpertLayout(self.counts, int(runtime.group.rank()), max(1, pieces.number), pairs, pieces.firsts)
         self.num_tokens, self.num_rows = self.layout.num_tokens, self.layout.num_rows
         self.ahead: AheadDispatch | None = None  # the first half, if it has begun before the host knew the counts
@@ -80,11 +89,6 @@ class ExpertRouting:
         self._sorting = Sorting(self.layout, on_device)
         self._rows_of: dict[int, ExpertRows] = {}  # by group
         self.learn: Callable[[], None] | None = None  # what a call that has been issued teaches
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any rank's call has gradients."""
-        return split_last(self.gathered.numpy()[:, :-2])[1]
 
     @property
     def is_small(self) -> bool:
@@ -229,9 +233,8 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
     runtime.agreement.num_calls += 1
     words = call.words()
     experts.agree(words)
-    counts = _as_whole(counts.to(call.tokens.device))
+    counts = _as_whole(counts.to(call.tokens.device)).contiguous()
     said = 2 * call.tokens.shape[0] + call.has_gradients  # as `split_last` reads it
-    row = torch.constant_pad_nd(counts, (0, 1), said)  # one operator where filling a tensor takes five
     ahead = None if call.schedule else experts.ahead(words, call.tokens, weights)
 
     def before_the_wait(on_device: torch.Tensor) -> None:
@@ -243,18 +246,18 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
         if ahead is not None:
             ahead.multiply()
 
-    on_host, on_device = (experts.copies or experts.library).gather(row, before_the_wait)
+    found, on_device = (experts.copies or experts.library).gather(counts, said, before_the_wait)
     given = Pieces(ahead.expected.num_groups, ahead.expected.firsts) if ahead is not None and ahead.expected.firsts else None
     try:
-        found = _routing(runtime, call, on_host.numpy().copy(), on_device, given)  # the next call reuses the host's memory
+        routing = _routing(runtime, call, found, on_device, given)
     except OperatorError:
         if ahead is not None:
             ahead.drop()
         elif experts.copies is not None:
             experts.copies.drop_placed()
         raise
-    found.learn = partial(_learn, experts.expected, words, found, call)
-    return found.begun(ahead)
+    routing.learn = partial(_learn, experts.expected, words, routing, call)
+    return routing.begun(ahead)
 
 
 def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, call: Called) -> None:
@@ -323,7 +326,7 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
     if pieces is None:
         number = pick_pieces(pair_bytes, call.schedule, shaped.shape[2], has_gradients=has_gradients)
         pieces = Pieces(number if is_copied else 0)
-    return ExpertRouting(runtime, (found, shaped, pairs), on_device, pieces, pair_bytes)
+    return ExpertRouting(runtime, Counted(found, pairs, pair_bytes, has_gradients), on_device, pieces)
 
 
 def split_last(found: Counts) -> tuple[list[int], bool]:

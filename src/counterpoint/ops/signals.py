@@ -19,8 +19,10 @@ from counterpoint.ops.driver_calls import (
     WAIT,
     WAIT_AT_LEAST,
     WRITE,
+    WRITE_64,
     awaiting,
     can_flush_remote_writes,
+    memory_operation,
     raising,
     taking,
 )
@@ -33,7 +35,7 @@ FLAG_BYTES = 4
 EXCHANGE = "exchange"  # the kind of a batch that sets flags and waits for others
 WORD = 2**32
 FAR = 2**20  # more calls than streams hold; the numbers of waits that the watchdog ends are nearer
-Batch = tuple[list[Handle], list[Handle]]  # operations, and their fields that hold values
+Batch = tuple[list[Handle], list[Handle], list[Handle]]  # operations, and their fields for the call's number and for a value
 
 
 @final
@@ -117,7 +119,7 @@ class NumberedSignals:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, num_flags: int) -> None:
         self._number = 0
         self.flags = Flags(group, device, agreement, [0] * num_flags, lambda: (self._number + FAR) % WORD)
-        self._batches: dict[tuple[Handle, int, tuple[int, ...]], Batch] = {}  # built once, issued often
+        self._batches: dict[tuple[Handle, int, tuple[int, ...], tuple[int, ...]], Batch] = {}  # built once, issued often
 
     def begin_call(self) -> None:
         """Count a call."""
@@ -131,25 +133,41 @@ class NumberedSignals:
         """Let the stream wait for the flags of these peers."""
         self._issue(WAIT, flag, peers, stream)
 
-    def exchange(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
-        """Set this rank's flag on these peers, and wait for theirs: one request to the driver for both."""
-        self._issue(EXCHANGE, flag, peers, stream)
+    def exchange(
+        self, flag: int, peers: tuple[int, ...], stream: Handle, words: tuple[int, ...] = (), value: int = 0
+    ) -> None:
+        """Write `value` to the 64-bit words at these addresses, set this rank's flag on these peers, and wait for theirs:
+        one request to the driver.
+        """
+        self._issue(EXCHANGE, flag, peers, stream, words, value)
 
-    def _issue(self, kind: Handle, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
-        batch = self._batches.get((kind, flag, peers))
+    def _issue(  # noqa: PLR0917  as `exchange` has them
+        self,
+        kind: Handle,
+        flag: int,
+        peers: tuple[int, ...],
+        stream: Handle,
+        words: tuple[int, ...] = (),
+        value: int = 0,
+    ) -> None:
+        batch = self._batches.get((kind, flag, peers, words))
         if batch is None:
-            batch = self._batches[kind, flag, peers] = self._batch(kind, flag, peers)
-        operations, values = batch
-        for each in values:
+            batch = self._batches[kind, flag, peers, words] = self._batch(kind, flag, peers, words)
+        operations, numbers, values = batch
+        for each in numbers:
             each.value = self._number
+        for each in values:
+            each.value64 = value
         _issue(operations, stream)
 
-    def _batch(self, kind: Handle, flag: int, peers: tuple[int, ...]) -> Batch:
+    def _batch(self, kind: Handle, flag: int, peers: tuple[int, ...], words: tuple[int, ...]) -> Batch:
         flags = self.flags
+        values = [memory_operation(WRITE_64, address, 0) for address in words]
         writes = [] if kind == WAIT else raising([flags.of_peer(flag, peer) for peer in peers])
         own = [] if kind == WRITE else [flags.own(flag, peer) for peer in peers]
         waits = awaiting(own, is_flushing=flags.is_flushing, condition=WAIT_AT_LEAST)
-        return writes + waits, [each.writeValue for each in writes] + [each.waitValue for each in waits]
+        numbers = [each.writeValue for each in writes] + [each.waitValue for each in waits]
+        return values + writes + waits, numbers, [each.writeValue for each in values]
 
 
 def _issue(operations: list[Handle], stream: Handle) -> None:

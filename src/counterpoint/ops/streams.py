@@ -11,8 +11,28 @@ code issues on the same stream, nor hold the address of a workspace that others 
 """
 
 from functools import cache
+from typing import final
 
 import torch
+
+
+@final
+class OnStream:
+    """Makes a stream current, as `torch.cuda.stream` does, in a third of the host's time: its device is the current one."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._numbers = stream.stream_id, stream.device_index, stream.device_type
+
+    def __enter__(self) -> None:
+        self._former = torch._C._cuda_getCurrentStream(self._numbers[1])
+        _make_current(*self._numbers)
+
+    def __exit__(self, *_: object) -> None:
+        _make_current(*self._former)
+
+
+def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 @cache
