@@ -53,18 +53,28 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what
     tl.store(of_first + at, (of_silu * sigmoid * (1.0 + x * (1.0 - sigmoid))).to(kind), mask=inside)
 
 
+def num_blocks(number: int, size: int) -> int:
+    """Return how many blocks of a size hold a number; Triton's own function takes the host 3 us."""
+    return -(-number // size)
+
+
+def power_of_2(number: int) -> int:
+    """Return the least power of two that is not smaller than a number of 1 or more."""
+    return 1 << (number - 1).bit_length()
+
+
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second of two contiguous matrices."""
     result = torch.empty_like(first)
     number = first.numel()
-    gate_kernel[(triton.cdiv(number, BLOCK),)](first, second, result, number, BLOCK, num_warps=NUM_WARPS)
+    gate_kernel[(num_blocks(number, BLOCK),)](first, second, result, number, BLOCK, num_warps=NUM_WARPS)
     return result
 
 
 def gate_backward(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
     """Compute silu(first) * second, and the gradients of first and second, in `outs`; all are contiguous."""
     number = first.numel()
-    gate_backward_kernel[(triton.cdiv(number, BLOCK),)](first, second, gradient, *outs, number, BLOCK, num_warps=NUM_WARPS)
+    gate_backward_kernel[(num_blocks(number, BLOCK),)](first, second, gradient, *outs, number, BLOCK, num_warps=NUM_WARPS)
 
 
 @triton.jit(do_not_specialize=["first", "first_place", "origin"])  # type: ignore[untyped-decorator]
@@ -127,7 +137,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
     counts = layout.counts[:, layout.rank]
     places = gathered.new_empty(2 * layout.num_rows + layout.num_own)
     ends = torch.empty(layout.num_experts, dtype=torch.int32, device=gathered.device)
-    grid = counts.size, max(1, triton.cdiv(int(counts.max()), ROW_BLOCK))
+    grid = counts.size, max(1, num_blocks(int(counts.max()), ROW_BLOCK))
     find_places_kernel[grid](
         gathered,
         gathered.stride(0),
@@ -137,7 +147,7 @@ def find_places(gathered: torch.Tensor, layout: ExpertLayout) -> tuple[torch.Ten
         layout.num_rows,
         layout.rank,
         *counts.shape,
-        size=triton.next_power_of_2(counts.size),
+        size=power_of_2(counts.size),
         block=ROW_BLOCK,
     )
     return *places.split([layout.num_rows, layout.num_rows, layout.num_own]), ends
@@ -264,15 +274,15 @@ def send_rows(
         rank,
         landed.shape[0],
         gathered if firsts is None else firsts,
-        max(1, triton.cdiv(rows.shape[0], UNITS_OF_A_CTA * SENDING_CTAS)),
+        max(1, num_blocks(rows.shape[0], UNITS_OF_A_CTA * SENDING_CTAS)),
         num_ranks,
         num_experts,
         width,
         has_firsts=firsts is not None,
         is_own_only=is_own_only,
-        peers=triton.next_power_of_2(num_ranks),
-        experts=triton.next_power_of_2(num_experts),
-        block=min(SENT_BLOCK, triton.next_power_of_2(width)),
+        peers=power_of_2(num_ranks),
+        experts=power_of_2(num_experts),
+        block=min(SENT_BLOCK, power_of_2(width)),
         vector=VECTOR_BYTES // rows.itemsize,
         num_warps=NUM_WARPS,
     )

@@ -167,14 +167,15 @@ def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is
     w1, w2, *w3 = weights
     dim = tokens.shape[-1] if tokens.dim() else 0
     found = next((each for each in (_problem_of("expert_ffn", tokens, up, dim) for up in (w1, *w3)) if each), "")
-    shapes = [tuple(each.shape) for each in weights]
-    if not found and is_joined:
-        if w2.dim() != w1.dim() or w2.shape[:2] != (w1.shape[0], dim):
-            return f"expert_ffn takes w1 of (E, N, dim) and w2 of (E, dim, hidden); found {shapes}. Change one."
-        return _problem_of("expert_ffn", tokens, w2, w2.shape[2])
-    if not found and (w1.shape != w2.mT.shape or any(up.shape != w1.shape for up in w3)):
-        return f"expert_ffn takes w1 and w3 of (E, hidden, dim) and w2 of (E, dim, hidden); found {shapes}. Change one."
-    return found or _problem_of("expert_ffn", tokens, w2, w1.shape[1])
+    if found:
+        return found
+    num_experts, hidden, _ = w1.shape
+    fits = w2.dim() == w1.dim() and w2.shape[:2] == (num_experts, dim)
+    if not fits or not (is_joined or (w2.shape[2] == hidden and all(up.shape == w1.shape for up in w3))):
+        ups = "w1 of (E, N, dim)" if is_joined else "w1 and w3 of (E, hidden, dim)"
+        shapes = [tuple(each.shape) for each in weights]
+        return f"expert_ffn takes {ups} and w2 of (E, dim, hidden); found {shapes}. Change one."
+    return _problem_of("expert_ffn", tokens, w2, w2.shape[2])
 
 
 def _have_gradients(*operands: torch.Tensor | None) -> bool:
