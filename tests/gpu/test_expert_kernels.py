@@ -63,24 +63,26 @@ def test_rows_are_sent_to_their_experts(num_ranks: int, num_experts: int, kind: 
 
 @pytest.mark.parametrize("num_spare", [0, -1], ids=["room", "no room for one rank"])
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(2, 4), (2, 64), (3, 5)])
-def test_other_ranks_get_rows_for_first_places_only(num_ranks: int, num_experts: int, num_spare: int) -> None:
+def test_other_ranks_get_rows_for_first_places_and_then_the_rest(num_ranks: int, num_experts: int, num_spare: int) -> None:
     counts = routings(num_ranks, num_experts)[0]
     firsts = [0, 333, 1 << 20][:num_ranks]
     layouts = [ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
     num_places = layouts[0].most_grouped + num_spare
     tokens, landed = [drawn(each.num_tokens) for each in layouts], [unwritten(num_places) for _ in layouts]
-    for rank in range(num_ranks):
-        ends = torch.empty(num_experts, dtype=torch.int32, device="cuda")
-        sending = kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed))
-        kernels.send_rows(sending, gathered_of(counts), ends, torch.tensor(firsts, device="cuda"))
-        assert ends[-1].item() == (layouts[rank].num_rows if layouts[rank].num_rows <= num_places else 0)
-    for rank, whole in enumerate(layouts):
-        written = unwritten(num_places)
-        for source in range(num_ranks if whole.num_rows <= num_places else 0):
-            for sent, at, num_rows in whole.blocks(source, rank, 0):
-                stop = at + num_rows if source == rank else max(at, min(at + num_rows, firsts[rank]))
-                written[at:stop] = tokens[source][sent : sent + stop - at]
-        assert torch.equal(landed[rank].nan_to_num(7), written.nan_to_num(7))
+    for part in ("all", "rest"):
+        for rank in range(num_ranks):
+            ends = torch.empty(num_experts, dtype=torch.int32, device="cuda")
+            sending = kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed))
+            kernels.send_rows(sending, gathered_of(counts), ends, torch.tensor(firsts, device="cuda"), part)
+            assert ends[-1].item() == (layouts[rank].num_rows if layouts[rank].num_rows <= num_places else 0)
+        for rank, whole in enumerate(layouts):
+            written = unwritten(num_places)
+            for source in range(num_ranks if whole.num_rows <= num_places else 0):
+                for sent, at, num_rows in whole.blocks(source, rank, 0):
+                    is_whole = source == rank or part == "rest"
+                    stop = at + num_rows if is_whole else max(at, min(at + num_rows, firsts[rank]))
+                    written[at:stop] = tokens[source][sent : sent + stop - at]
+            assert torch.equal(landed[rank].nan_to_num(7), written.nan_to_num(7))
 
 
 @pytest.mark.parametrize(

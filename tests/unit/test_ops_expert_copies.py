@@ -4,12 +4,13 @@ GPUs run them in tests/multigpu."""
 
 import ctypes
 import importlib
+import itertools
 import random
 import sys
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -59,7 +60,7 @@ class Exchange:
         self._group, self._rank, self.rank = group, rank, rank
         self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
         self._order, self._num_ranks, self.device = MagicMock(), len(group.memory), "cpu"
-        self._placed, self._vectors = None, {}
+        self._placed, self._vectors, self._ends = None, {}, {"by kernel": None}
         self.signals = self.blocks = self
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
@@ -84,24 +85,25 @@ class Exchange:
     def current(self) -> None: ...
     def copy_stream(self, _name: str) -> None: ...
     def _torch_stream(self, _name: str) -> None: ...
-    def follow_mark(self, _name: str, _mark: object) -> None: ...
     def join(self, _names: object) -> None: ...
     def mark(self) -> None: ...
 
 
-def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, *, is_own_only: bool = False) -> None:
+def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, part: str = "all") -> None:
     """What the kernel of that name does, block by block."""
     size, num_ranks = WIDTH * sending.rows.itemsize, len(gathered)
     counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1).numpy()
     layout = importlib.import_module("counterpoint.schedule.expert_layout").ExpertLayout(counts, sending.rank, 1)
     has_room = counts.sum((0, 2)) <= len(sending.landed)
     numbers = [1 << 40] * num_ranks if firsts is None else firsts.tolist()
-    for peer in [sending.rank] if is_own_only else range(num_ranks):
+    for peer in [sending.rank] if part == "own" else range(num_ranks):
         target = sending.landed.data_ptr() if peer == sending.rank else int(sending.addresses[peer])
         for sent, placed, num_rows in layout.blocks(sending.rank, peer, 0):
             number = num_rows if peer == sending.rank else min(num_rows, max(numbers[peer] - placed, 0))
+            start, stop = (number, num_rows) if part == "rest" else (0, number)
             if has_room[peer]:
-                ctypes.memmove(target + placed * size, sending.rows.data_ptr() + sent * size, number * size)
+                source = sending.rows.data_ptr() + (sent + start) * size
+                ctypes.memmove(target + (placed + start) * size, source, (stop - start) * size)
     ends.copy_(torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank]))
 
 
@@ -161,12 +163,13 @@ def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num
             each.join()
 
 
-@pytest.mark.parametrize("num_first", [0, 1, 4, 1000], ids=["all", "one row first", "four first", "all first"])
+@pytest.mark.parametrize("sent_first", [(0, False), *itertools.product((1, 4, 1000), (False, True))], ids=str)
 @pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool, num_first: int
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_large: bool, sent_first: tuple[int, bool]
 ) -> None:
+    num_first, sends_rest = sent_first  # 0: all at once
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
@@ -188,7 +191,7 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     tokens = [torch.randn(layout.num_tokens, WIDTH) for layout in every]
     for _ in range(2):
         group.number += 1
-        expected = ahead.Expected(bound, numbers, groups)
+        expected = ahead.Expected(bound, exchanges.FirstRows(numbers, groups, sends_rest) if num_first else None)
         ranks = [Exchange(group, rank) for rank in range(num_ranks)]
         sent = [ahead.AheadDispatch(ranks[rank], tokens[rank], [], expected, rank) for rank in range(num_ranks)]
         for act in (lambda each: each.send(gathered), lambda each: each.multiply()):
@@ -210,10 +213,9 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
                 assert len(each.all_rows()) == every[rank].num_rows
                 each.join()
                 assert each.num_sent_bytes == (every[rank].num_tokens - every[rank].num_own) * sent[0].format.num_bytes
-                if num_first:
-                    assert each.product(1, 0) is None
-                    continue
-                check_products(each, every[rank].num_rows)
+                if not num_first:
+                    check_products(each, every[rank].num_rows)
+                check_parts(each, every[rank], num_first, sends_rest=sends_rest)
 
 
 def check_group(layout: Any, number: int, dispatch: Any, tokens: list[Any]) -> Any:
@@ -229,42 +231,24 @@ def check_products(each: Any, num_rows: int) -> None:
     """Products belong to the caller, and many spare rows are not kept."""
     for num_spare in (0, 1, num_rows):
         whole = torch.randn(num_rows + num_spare, 2)
-        each._products = [whole]
+        each._products = [[whole]]
         product = each.product(0, 0)
         assert torch.equal(product, whole[:num_rows])
         assert not product._is_view(), "the caller may change it in place"
         assert (product.data_ptr() == whole.data_ptr()) == (4 * num_spare <= num_rows)
 
 
-def test_a_bound_follows_the_largest_of_recent_calls() -> None:
-    ahead = importlib.import_module("counterpoint.ops.expert_ahead")
-    expected = ahead.ExpectedRows()
-    assert expected.next("a layer") is None, "nothing is known yet"
-
-    def learn(most_rows: int, firsts: tuple[int, ...] = (), num_groups: int = 4) -> None:
-        layout = SimpleNamespace(most_grouped=most_rows, num_groups=num_groups)
-        expected.learn("a layer", layout, firsts)
-
-    for most_rows in (100, 200, 60):
-        learn(most_rows)
-    assert (expected.next("a layer"), expected.next("another")) == (ahead.Expected(225), None)
-    for _ in range(2 * ahead.WINDOW):
-        learn(80)
-    assert expected.next("a layer") == ahead.Expected(90), "a call long ago is forgotten"
-    learn(80, (30, 50))
-    for rows in ((30, 50), (60, 25), (15, 100)):  # from half to twice as many as are given
-        learn(80, rows)
-        assert expected.next("a layer")[1:] == ((30, 50), 4)
-    learn(80, (30, 24))
-    assert expected.next("a layer")[1:] == ((30, 24), 4), "there were too many"
-    learn(80, (61, 24))
-    assert expected.next("a layer")[1:] == ((61, 24), 4), "there were too few"
-    learn(80, (61, 24), num_groups=3)
-    assert expected.next("a layer")[1:] == ((61, 24), 3)
-    learn(64)
-    assert expected.next("a layer")[1:] == ((), 0), "all go ahead"
-    expected.forget("a layer")
-    assert expected.next("a layer") is None
+def check_parts(each: Any, layout: Any, num_first: int, *, sends_rest: bool) -> None:
+    """Products of first rows are those of the first group, and products of the rest those of the others."""
+    product = torch.arange(2.0 * layout.num_rows).view(-1, 2)
+    parts = [product[:num_first], product[num_first:]] if num_first else [product]
+    each._products = [[part.clone()] for part in (parts if sends_rest else parts[:1])]
+    for group in layout.groups:
+        found = each.product(group.number, 0)
+        if num_first and group.number and not sends_rest:
+            assert found is None, "copies bring these rows"
+        else:
+            assert torch.equal(found, product[group.rows])
 
 
 BATCH = ctypes.CFUNCTYPE(
@@ -336,7 +320,8 @@ class ModelledRank:
         state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
         counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_on_host": np.zeros(9), "_counts_address": 0}
         events = {name: [None] for name in ("ready", "_mark", "counted")}
-        made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, _streams={}, _ends={})
+        made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, _streams={})
+        made._ends, made._vectors = {"by kernel": [None]}, {(): None}
         made._counts_pool = MagicMock()
         made._counts_pool.memory.addresses = [1000 * peer for peer in range(streams.num_ranks)]
         made.current = lambda: "compute"
@@ -400,16 +385,16 @@ class ModelledRank:
 
             self.streams.issue(rank, stream, read)
 
-    def send_rows(self, *_: object) -> None:
-        """What the kernel does that sends rows ahead: on every other rank, the first piece of the first region."""
+    def send_rows(self, *_: object, part: str = "all") -> None:
+        """What a kernel does that sends rows ahead: on every other rank, the first or second piece of the first region."""
         others = [rank for rank in range(self.streams.num_ranks) if rank != self.rank]
-        places, call = [(peer, 0, 0, self.rank) for peer in others], self.call
+        places, call = [(peer, 0, int(part == "rest"), self.rank) for peer in others], self.call
         self.streams.issue(self.rank, "by kernel", lambda: self.streams.memory.update(dict.fromkeys(places, call)))
 
     # calls
 
-    def gather(self, call: int, *, is_ahead: bool) -> None:
-        self.call = call
+    def gather(self, call: int, *, is_ahead: bool, sends_rest: bool) -> None:
+        self.call, self.sends_rest = call, sends_rest
         counts = MagicMock(nbytes=8, itemsize=8, shape=(1,))
         counts.data_ptr.return_value = OWN_COUNTS
         self.copier.gather(counts, 1000, self.send_ahead if is_ahead else lambda _: None)
@@ -422,15 +407,16 @@ class ModelledRank:
         self.copier.drop_placed()
 
     def send_ahead(self, gathered: object) -> None:
-        self.copier.send_ahead(None, None, gathered)
-        self.copier.await_ahead()
-        self.read_ahead()
+        self.copier.send_ahead(None, None, gathered, MagicMock(numbers=(), sends_rest=True) if self.sends_rest else None)
+        for part in range(1 + self.sends_rest):
+            self.copier.await_ahead(part)
+            self.read_ahead(part)
 
-    def read_ahead(self) -> None:
+    def read_ahead(self, part: int) -> None:
         call = self.call
         for source in range(self.streams.num_ranks):
             if source != self.rank:
-                key = (self.rank, 0, 0, source)
+                key = (self.rank, 0, part, source)
                 self.streams.issue(self.rank, "compute", lambda key=key: self.check(key, call))
 
     def send(self, call: int, regions: list[int], routes: Any, pieces: range) -> list[Any]:
@@ -457,7 +443,8 @@ class ModelledRank:
         for region, piece, source in arriving:
             self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
         if is_ahead:
-            self.read_ahead()
+            for part in range(1 + self.sends_rest):
+                self.read_ahead(part)
             self.copier.end_ahead()
         self.copier.end()
 
@@ -479,9 +466,12 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
         ranks = [ModelledRank(copies, streams, rank) for rank in range(num_ranks)]
         for call in range(1, 8):
             is_gathered, num_pieces = chance.random() < 0.6, chance.randint(1, 3)
-            # first pieces go ahead, and all others, or all again, follow; or the library takes the pass
-            ahead = chance.choice(["none", "none", "first", "dropped", "library", "placed"]) if is_gathered else "none"
-            regions = sorted(chance.sample(range(3), chance.randint(0, 3)))
+            # first pieces go ahead, and all others, or all again, follow; or two go ahead; or the library takes the pass
+            kinds = ["none", "none", "first", "both", "dropped", "library", "placed"]
+            ahead = chance.choice(kinds) if is_gathered else "none"
+            sends_rest = ahead == "both" or (ahead != "first" and chance.random() < 0.5)
+            places = range(ahead == "both", 3)
+            regions = sorted(chance.sample(places, chance.randint(0, len(places))))
             routes = np.array([[a != b and chance.random() < 0.7 for b in range(num_ranks)] for a in range(num_ranks)])
             for each in ranks:
                 copies.cu.cuEventRecord = each.record
@@ -489,12 +479,12 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
                 monkeypatch.setattr(copies, "copy_bytes", each.copy_counts)
                 kernels.send_rows = each.send_rows  # type: ignore[attr-defined]
                 if is_gathered:
-                    each.gather(call, is_ahead=ahead not in ("none", "placed"))
+                    each.gather(call, is_ahead=ahead not in ("none", "placed"), sends_rest=sends_rest)
                 if ahead in ("dropped", "library"):
                     each.copier.end_ahead()
                 elif ahead == "placed":
                     each.place()
                 if ahead not in ("library", "placed"):
                     pieces = range(1 if ahead == "first" else 0, num_pieces)
-                    each.read(call, each.send(call, regions, routes, pieces), is_ahead=ahead == "first")
+                    each.read(call, each.send(call, regions, routes, pieces), is_ahead=ahead in ("first", "both"))
         streams.run(chance)

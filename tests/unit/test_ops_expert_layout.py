@@ -16,6 +16,8 @@ SEQUENTIAL = pytest.importorskip("counterpoint.schedule").SEQUENTIAL
 layouts = pytest.importorskip("counterpoint.schedule.expert_layout")
 expert_routing = pytest.importorskip("counterpoint.ops.expert_routing")
 expert_choice = pytest.importorskip("counterpoint.schedule.expert_choice")
+FirstRows = pytest.importorskip("counterpoint.ops.expert_exchange").FirstRows
+expert_ahead = pytest.importorskip("counterpoint.ops.expert_ahead")
 MIB = 1 << 20
 
 
@@ -127,23 +129,25 @@ def test_an_expert_with_very_many_rows_is_cut_and_the_first_and_last_groups_are_
         assert all(edge % layouts.CUT_MULTIPLE == 0 for edge in edges[:-1])
     even = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4)
     assert [(each.experts.start, each.experts.stop) for each in even.groups] == [(0, 2), (2, 6), (6, 10), (10, 12)]
-    assert even.first_rows() == (4000, 4000)
+    assert even.grouped_rows == [24_000, 24_000]
     given = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4, firsts=(5000, 1))
     assert [(each.experts.start, each.experts.stop) for each in given.groups] == [(0, 3), (2, 7), (7, 11), (11, 12)]
     assert [each.is_cut for each in given.groups] == [True, True, False, False]
     all_in_one = layouts.ExpertLayout(np.full((2, 2, 12), 1000), 0, 4, firsts=(24_000, 24_000))
-    assert (len(all_in_one.groups), all_in_one.first_rows()) == (1, ())
+    assert len(all_in_one.groups) == 1
 
 
 @pytest.mark.parametrize("counts", [[[1, 2, 0, 0]], [[0, 0, 1, 2]], [[1, 2, 3, 4]], [[0, 0, 0, 0]], [[9, 1, 1, 1]]])
 @pytest.mark.parametrize("num_first", [0, 1, 2, 3, 4, 12])
 @pytest.mark.parametrize("cut_from", [2, layouts.LEAST_CUT_ROWS])
-def test_rows_of_a_group_are_those_of_its_experts_in_either_memory(counts: object, num_first: int, cut_from: int) -> None:
+def test_rows_of_a_group_are_those_of_its_experts_in_either_memory(
+    counts: list[list[int]], num_first: int, cut_from: int
+) -> None:
     counted, runtime = np.array([counts]), SimpleNamespace(group=SimpleNamespace(rank=lambda: 0))
-    found, pieces = np.array([[0]]), expert_routing.Pieces(3, (num_first,) * bool(num_first))
+    found, pieces = np.array([[*counts[0], 0]]), expert_routing.Pieces(3, (num_first,) * bool(num_first))
     with cutting(cut_from):
-        pairs = layouts.pair_rows(counted)
-        routing = expert_routing.ExpertRouting(runtime, (found, counted, pairs), torch.tensor(counted[0]), pieces, 0)
+        exchanged = expert_routing.Counted(found, layouts.pair_rows(counted), 0, has_gradients=False)
+        routing = expert_routing.ExpertRouting(runtime, exchanged, torch.tensor(counted[0]), pieces)
         groups = list(routing.groups())
         for (group, rows), ends in zip(groups, routing.layout.group_ends, strict=True):
             assert rows.ends.tolist() == ends
@@ -178,22 +182,33 @@ def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, piece
 
 
 @pytest.mark.parametrize(
-    ("num_mib", "has_beside", "has_first", "sent"),
+    ("num_mib", "num_groups", "sent", "without_rest"),
     [
-        (15, True, True, "all"),
-        (64, True, True, "nothing"),  # copies cost nothing beside something else
-        (159, False, True, "all"),
-        (160, False, True, "first"),
-        (319, False, False, "all"),
-        (320, False, False, "nothing"),
-        (1535, False, True, "first"),
-        (1536, False, True, "nothing"),
+        (63, 4, "all", "all"),
+        (64, 1, "all", "all"),
+        (64, 2, "parts", "all"),
+        (160, 4, "parts", "first"),
+        (319, 1, "all", "all"),
+        (319, 2, "parts", "all"),
+        (320, 2, "nothing", "nothing"),
+        (320, 4, "first", "first"),
+        (1535, 4, "first", "first"),
+        (1536, 4, "nothing", "nothing"),
     ],
 )
 def test_the_size_of_calls_decides_which_tokens_are_sent_before_the_host_knows_the_counts(
-    num_mib: int, has_beside: bool, has_first: bool, sent: str
+    num_mib: int, num_groups: int, sent: str, without_rest: str
 ) -> None:
-    assert expert_choice.sent_ahead(num_mib * MIB, has_beside=has_beside, has_first=has_first) == sent
+    for can_send_rest, wanted in ((True, sent), (False, without_rest)):
+        assert expert_choice.sent_ahead(num_mib * MIB, num_groups, has_beside=False, can_send_rest=can_send_rest) == wanted
+    beside = expert_choice.sent_ahead(num_mib * MIB, num_groups, has_beside=True, can_send_rest=True)
+    assert beside == ("all" if num_mib < 64 else "nothing"), "copies cost nothing beside something else"
+
+
+def test_so_many_rows_go_first_that_their_matmul_hides_the_rest() -> None:
+    shares = [expert_choice.first_share(num_columns, 2) for num_columns in (1536, 5760, 28672)]
+    assert shares == pytest.approx([0.43, 0.16, 0.04], abs=0.01)
+    assert expert_choice.first_share(1536, 8) > shares[0], "more of a rank's rows come from others"
 
 
 def test_ranks_say_their_rows_and_whether_their_call_has_gradients_in_one_number() -> None:
@@ -202,14 +217,53 @@ def test_ranks_say_their_rows_and_whether_their_call_has_gradients_in_one_number
     assert expert_routing.split_last(row[:1]) == ([7], False)
 
 
-@pytest.mark.parametrize(("num_mib", "has_gradients", "firsts"), [(200, True, (6, 4)), (200, False, ()), (100, True, ())])
+@pytest.mark.parametrize(
+    ("num_mib", "has_gradients", "first"),
+    [
+        (400, True, FirstRows((3, 3), 4)),  # a sixth of 20 and of 18 rows
+        (400, False, None),  # few experts are in two groups
+        (100, True, None),
+        (100, False, FirstRows((13, 12), 2, sends_rest=True)),  # as `first_share` says
+    ],
+)
 def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_computed(
-    num_mib: int, has_gradients: bool, firsts: tuple[int, ...]
+    num_mib: int, has_gradients: bool, first: FirstRows | None
 ) -> None:
-    counts = np.array([[[1, 2, 3, 4], [2, 2, 2, 2]]] * 2)
+    counts = np.array([[[1, 2, 3, 4], [2, 2, 2, 3]]] * 2)
     layout = layouts.ExpertLayout(counts, 0, 4, firsts=(3, 5))
+    experts = SimpleNamespace(expected=expert_ahead.ExpectedRows(), copies=SimpleNamespace(can_send_rest=True))
     called = SimpleNamespace(has_beside=False, is_checkpointed=False)
     found = SimpleNamespace(layout=layout, num_pieces=4, pair_bytes=num_mib * MIB, has_gradients=has_gradients)
-    expected = expert_routing.ExpectedRows()
-    expert_routing._learn(expected, "a layer", found, called)
-    assert expected.next("a layer").firsts == firsts
+    found.runtime = SimpleNamespace(experts=lambda: experts)
+    expert_routing._learn("a layer", found, called, 512)
+    expected = experts.expected.next("a layer")
+    assert (expected and expected.first) == first
+
+
+def test_a_bound_follows_the_largest_of_recent_calls() -> None:
+    expected = expert_ahead.ExpectedRows()
+    assert expected.next("a layer") is None, "nothing is known yet"
+
+    def learn(most_rows: int, firsts: tuple[int, ...] = (), num_groups: int = 4) -> None:
+        expected.learn("a layer", most_rows, FirstRows(firsts, num_groups) if firsts else None)
+
+    for most_rows in (100, 200, 60):
+        learn(most_rows)
+    assert (expected.next("a layer"), expected.next("another")) == (expert_ahead.Expected(225), None)
+    for _ in range(2 * expert_ahead.WINDOW):
+        learn(80)
+    assert expected.next("a layer") == expert_ahead.Expected(90), "a call long ago is forgotten"
+    learn(80, (30, 50))
+    for rows in ((30, 50), (60, 25), (15, 100)):  # from half to twice as many as are given
+        learn(80, rows)
+        assert expected.next("a layer").first == ((30, 50), 4, False)
+    learn(80, (30, 24))
+    assert expected.next("a layer").first == ((30, 24), 4, False), "there were too many"
+    learn(80, (61, 24))
+    assert expected.next("a layer").first == ((61, 24), 4, False), "there were too few"
+    learn(80, (61, 24), num_groups=3)
+    assert expected.next("a layer").first == ((61, 24), 3, False)
+    learn(64)
+    assert expected.next("a layer").first is None, "all go ahead"
+    expected.forget("a layer")
+    assert expected.next("a layer") is None

@@ -31,11 +31,13 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
+    FirstRows,
     Needed,
     RowFormat,
     Rows,
 )
 from counterpoint.ops.expert_memory import RegionSizes
+from counterpoint.ops.grouped_matmul import can_spare_sms
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.streams import OnStream, stream_of
@@ -63,7 +65,8 @@ class ExpertCopies(AbstractExpertCopies):
         self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self.signals = NumberedSignals(group, device, agreement, NUM_FLAGS)
         self._watch = self.signals.flags.watch
-        self._have_triton = set(agreement.exchange(b"Triton" if has_triton() else b"no Triton")) == {b"Triton"}
+        found = set(agreement.exchange(bytes([has_triton(), can_spare_sms()])))
+        self._have_triton, self.can_send_rest = (all(each[number] for each in found) for number in range(2))
         self._order = CallOrder(self._watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
         self._placed: Placed | None = None  # own rows of the present call
         self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
@@ -76,7 +79,6 @@ class ExpertCopies(AbstractExpertCopies):
         self._counts_on_host: Counts = np.empty(0, dtype=np.int64)  # pinned, at `_counts_address`
         self._sizes = RegionSizes()
         self.addresses: dict[ExpertRegion, torch.Tensor] = {}  # where a region begins, by rank
-        self._views: dict[tuple[ExpertRegion, RowFormat], torch.Tensor] = {}  # regions as rows
         self._streams: dict[str, Handle] = {}
         self.blocks = BlockCopies()
         self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
@@ -132,7 +134,6 @@ class ExpertCopies(AbstractExpertCopies):
         if self.holds(needed):
             return
         sizes, self._sizes = self._sizes.grown(needed), RegionSizes()
-        self._views.clear()
         what = f"An expert layer with {format_bytes(sizes.num_bytes)} of symmetric memory"
         self._pool.replace(sizes.num_bytes, what, has_captured=False)
         self._sizes = sizes
@@ -178,9 +179,9 @@ class ExpertCopies(AbstractExpertCopies):
             return
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
-        landed, ends = self._whole(ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
+        landed, ends = self._sizes.whole(memory.local, ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
         sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
-        send_rows(sending, gathered, ends, is_own_only=True)
+        send_rows(sending, gathered, ends, part="own")
         self._placed = Placed(memory, landed.shape[0], ends)
 
     def drop_placed(self) -> None:
@@ -206,9 +207,9 @@ class ExpertCopies(AbstractExpertCopies):
         return self._have_triton and rows.num_bytes % VECTOR_BYTES == 0
 
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, first: FirstRows | None = None
     ) -> torch.Tensor:
-        """See `AbstractExpertCopies.send_ahead`. The kernel has a stream of its own."""
+        """See `AbstractExpertCopies.send_ahead`. The kernels have a stream of their own."""
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
         self._is_ahead, handle = True, self.copy_stream(KERNEL)
@@ -216,8 +217,13 @@ class ExpertCopies(AbstractExpertCopies):
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
         with OnStream(self._torch_stream(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
-            send_rows(sending, gathered, ends, self._on_gpu(tuple(firsts)) if firsts else None)
-        self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
+            firsts = None if first is None else self._on_gpu(first.numbers)
+            send_rows(sending, gathered, ends, firsts)
+            self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
+            check("Marking sent rows", cu.cuEventRecord(self._ends[KERNEL], handle))
+            if first is not None and first.sends_rest:
+                send_rows(sending, gathered, ends, firsts, part="rest")
+                self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 1), self._peers, handle)
         return ends
 
     def _on_gpu(self, numbers: tuple[int, ...]) -> torch.Tensor:
@@ -229,10 +235,13 @@ class ExpertCopies(AbstractExpertCopies):
             self._vectors[numbers] = torch.tensor(numbers, device=self.device)  # the host waits
         return self._vectors[numbers]
 
-    def await_ahead(self) -> None:
+    def await_ahead(self, part: int = 0) -> None:
         """See `AbstractExpertCopies.await_ahead`."""
-        self.join([KERNEL])
-        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, self.current())
+        if part:
+            self.join([KERNEL])
+        else:
+            check("Waiting for sent rows", cu.cuStreamWaitEvent(self.current(), self._ends[KERNEL], 0))
+        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, part), self._peers, self.current())
 
     def end_ahead(self) -> None:
         """See `AbstractExpertCopies.end_ahead`."""
@@ -241,16 +250,10 @@ class ExpertCopies(AbstractExpertCopies):
 
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """See `AbstractExpertCopies.region`."""
-        return self._whole(region, rows)[:num_rows]
-
-    def _whole(self, region: ExpertRegion, rows: RowFormat) -> torch.Tensor:
-        """Return all rows for which a region has room."""
-        found = self._views.get((region, rows))
-        if found is None:
-            memory = self._pool.memory
-            found = rows.empty(0) if memory is None else self._sizes.whole(memory.local, region, rows)
-            self._views[region, rows] = found
-        return found
+        memory = self._pool.memory
+        if memory is None:  # no rank has rows
+            return rows.empty(0)
+        return self._sizes.view(memory.local, region, rows, num_rows)
 
     def address(self, region: ExpertRegion, peer: int) -> int:
         """Return where a region begins on a peer."""
@@ -267,15 +270,9 @@ class ExpertCopies(AbstractExpertCopies):
         return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def mark(self) -> Handle:
-        """Record an event after the current stream's work, for `follow_mark`."""
+        """Record an event after the current stream's work, for what follows on another stream."""
         check("Marking a place", cu.cuEventRecord(self._mark, self.current()))
         return self._mark
-
-    def follow_mark(self, name: str, mark: Handle) -> Handle:
-        """Let a copy stream wait for the mark; return it."""
-        handle = self.copy_stream(name)
-        check("Following a mark", cu.cuStreamWaitEvent(handle, mark, 0))
-        return handle
 
     def copy_stream(self, name: str) -> Handle:
         """Return the copy stream of that name."""
@@ -479,7 +476,8 @@ class CopyCombine(AbstractCombine):
     def results(self) -> torch.Tensor:
         """See `AbstractCombine.results`."""
         layout, exchange, size = self._rows.layout, self._exchange, self._rows.format.num_bytes
-        results, stream = self._results.data_ptr(), exchange.follow_mark("collect", self._collected)
+        results, stream = self._results.data_ptr(), exchange.copy_stream("collect")
+        check("Following a mark", cu.cuStreamWaitEvent(stream, self._collected, 0))
         for peer, number in layout.outgoing():
             exchange.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
             sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)

@@ -7,7 +7,7 @@ both (`expert_library.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
@@ -15,6 +15,8 @@ import torch
 
 from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout
+
+FIRST_RANGE = 0.5, 2.0  # first groups stay as they were while calls would choose from this to that many times as many rows
 
 
 class ExpertRegion(IntEnum):
@@ -158,6 +160,22 @@ class AbstractExpertExchange(ABC):
         """Free all memory."""
 
 
+class FirstRows(NamedTuple):
+    """First rows that are sent before the others: each rank's number of them, the number of the call's groups, of which they
+    are the first one, and whether a kernel sends the rest, too, before the host knows the counts.
+    """
+
+    numbers: tuple[int, ...]
+    num_groups: int
+    sends_rest: bool = False
+
+    def is_near(self, other: "FirstRows") -> bool:
+        """Return whether these can stay for a call that would choose others."""
+        least, most = FIRST_RANGE
+        are_near = all(least * a <= b <= most * a for a, b in zip(self.numbers, other.numbers, strict=True))
+        return are_near and self[1:] == other[1:]
+
+
 class AbstractExpertCopies(AbstractExpertExchange):
     """An exchange through symmetric memory."""
 
@@ -188,23 +206,25 @@ class AbstractExpertCopies(AbstractExpertExchange):
 
     # what `expert_ahead.py` needs
 
+    can_send_rest: bool  # whether a second kernel can send rows beside the matmul of the first ones; the same on all ranks
+
     @abstractmethod
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """Return whether such rows can be sent before the host knows the counts; the same on all ranks."""
 
     @abstractmethod
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, first: FirstRows | None = None
     ) -> torch.Tensor:
         """Send contiguous tokens to their experts, all ranks together, by the counts that the last `gather` put on the
         device, and return `Places.ends`. `landed` is this rank's memory of `ExpertRegion.DISPATCH`. If it lacks room for
-        all rows, it gets none, and ends are 0. With `firsts`, other ranks' rows are those for so many first places of each
-        rank.
+        all rows, it gets none, and ends are 0. With `first`, other ranks' rows are those for so many first places of each
+        rank; if the rest is sent, too, it follows as a second part.
         """
 
     @abstractmethod
-    def await_ahead(self) -> None:
-        """Let the current stream wait until all ranks have sent their tokens."""
+    def await_ahead(self, part: int = 0) -> None:
+        """Let the current stream wait until all ranks have sent their tokens, or this part of them, 0 or 1."""
 
     @abstractmethod
     def end_ahead(self) -> None:

@@ -78,7 +78,8 @@ class ExpertGroup:
         if not expected or self.copies is None or not (self._has_room_ahead and self.copies.can_send_ahead(rows)):
             return None
         try:
-            self.copies.reserve({ExpertRegion.DISPATCH: expected.most_rows * rows.num_bytes})
+            num_held = expected.num_held(weights[0].shape[0]) if weights else expected.most_rows
+            self.copies.reserve({ExpertRegion.DISPATCH: num_held * rows.num_bytes})
         except RefusedTogetherError:
             self._has_room_ahead = False  # other calls may still have the memory that they need
             return None

@@ -6,21 +6,24 @@ which comes with torch for GPUs.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from counterpoint.schedule.expert_choice import FEW_CTAS
 from counterpoint.schedule.expert_layout import ExpertLayout
 
 BLOCK = 2048
 ROW_BLOCK = 1024
-SENT_BLOCK = 8192  # most numbers of a row that a CTA has in flight; chosen, not measured
-SENDING_CTAS = 1056  # as many as an H200 runs at once
 UNITS_OF_A_CTA = 8  # about how many; with 2 to 16 calls took equally long (2 H200s)
 NUM_WARPS = 8
 VECTOR_BYTES = 16  # what a thread reads and writes at once
+# Of a kernel that sends rows: the number of CTAs, the most numbers that one has in flight, and its warps
+MANY = 1056, 8192, NUM_WARPS  # as many as an H200 runs at once
+FEW = FEW_CTAS, 32768, 32  # eight are as fast as all between two H200s
+Part = Literal["all", "own", "rest"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -161,13 +164,11 @@ def sums_before(numbers):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def copy_rows(rows, target, num_rows, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """target = rows, `num_rows` times `number` numbers."""
-    for row in range(num_rows.to(tl.int32)):
-        for start in range(0, number, block):
-            place = start + tl.arange(0, block)
-            held = tl.load(rows + row * number + place, mask=place < number)
-            tl.store(target + row * number + place, held, mask=place < number)
+def copy_numbers(source, target, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """target = source, `number` numbers."""
+    for start in range(0, number, block):
+        place = start + tl.arange(0, block)
+        tl.store(target + place, tl.load(source + place, mask=place < number), mask=place < number)
 
 
 @triton.jit(do_not_specialize=["stride", "rank", "most_rows", "unit"])  # type: ignore[untyped-decorator]
@@ -186,7 +187,7 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     num_experts,
     number,
     has_firsts: tl.constexpr,
-    is_own_only: tl.constexpr,
+    part: tl.constexpr,
     peers: tl.constexpr,
     experts: tl.constexpr,
     block: tl.constexpr,
@@ -214,13 +215,20 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     found = tl.where(has_room[:, None], arrived, 0).to(tl.int32)
     tl.store(ends + expert + 0 * peer, found, mask=inside & (peer == rank) & (tl.program_id(0) == 0))
     num_rows = tl.where(has_room[:, None] & is_own, here, 0)
-    if has_firsts:  # other ranks get no rows for later places
+    sent = sums_before(here)
+    if has_firsts:  # other ranks get rows for first places, or for later ones
         first = tl.load(firsts + peer, mask=peer < num_ranks, other=0)
-        num_rows = tl.where(peer == rank, num_rows, tl.minimum(num_rows, tl.maximum(first - placed, 0)))
-    if is_own_only:
+        num_first = tl.minimum(num_rows, tl.maximum(first - placed, 0))
+        if part == "rest":
+            num_rows = tl.where(peer == rank, 0, num_rows - num_first)
+            sent += num_first
+            placed += num_first
+        else:
+            num_rows = tl.where(peer == rank, num_rows, num_first)
+    if part == "own":
         num_rows = tl.where(peer == rank, num_rows, 0)
     num_units = (num_rows + unit - 1) // unit
-    unit_start, sent = sums_before(num_units), sums_before(here)
+    unit_start = sums_before(num_units)
     for taken in range(tl.program_id(0), tl.sum(num_units).to(tl.int32), tl.num_programs(0)):
         is_taken = (unit_start <= taken) & (taken < unit_start + num_units)  # one block
         begin = (taken - tl.sum(tl.where(is_taken, unit_start, 0))) * unit
@@ -230,7 +238,8 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
         target = own
         if to != rank:  # as whole vectors from `own` on, so that the compiler knows that it is aligned
             target += (tl.load(addresses + to) - own.to(tl.int64)) // (vector * own.dtype.element_ty.itemsize) * vector
-        copy_rows(rows + (source_row + begin) * number, target + (target_row + begin) * number, end - begin, number, block)
+        origin = rows + (source_row + begin) * number
+        copy_numbers(origin, target + (target_row + begin) * number, ((end - begin) * number).to(tl.int32), block)
 
 
 class Sending(NamedTuple):
@@ -250,12 +259,12 @@ def send_rows(
     gathered: torch.Tensor,
     ends: torch.Tensor,
     firsts: torch.Tensor | None = None,
-    *,
-    is_own_only: bool = False,
+    part: Part = "all",
 ) -> None:
-    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32);
-    `is_own_only`: only those for this rank's own experts. With `firsts` (int64, on the
-    device), other ranks get rows only for so many first places of each.
+    """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32).
+
+    With `firsts` (int64, on the device), other ranks get rows only for so many first places of each, and "rest" sends what
+    is missing then: by few CTAs, because a matmul runs beside it. "own": only rows for this rank's own experts.
 
     `gathered[source]` are the counts of a rank for the experts of all ranks, and last twice their sum, or 1 more, on the
     device: the host need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows
@@ -264,7 +273,9 @@ def send_rows(
     rank, rows, landed, addresses = sending
     num_ranks, width = gathered.shape[0], rows.shape[1]
     num_experts = (gathered.shape[1] - 1) // num_ranks
-    send_rows_kernel[(min(SENDING_CTAS, max(1, rows.shape[0])),)](
+    num_ctas, most_held, num_warps = FEW if part == "rest" else MANY
+    unit = max(1, num_blocks(rows.shape[0], UNITS_OF_A_CTA * num_ctas))
+    send_rows_kernel[(min(num_ctas, max(1, rows.shape[0])),)](
         rows,
         landed,
         addresses,
@@ -274,15 +285,15 @@ def send_rows(
         rank,
         landed.shape[0],
         gathered if firsts is None else firsts,
-        max(1, num_blocks(rows.shape[0], UNITS_OF_A_CTA * SENDING_CTAS)),
+        unit,
         num_ranks,
         num_experts,
         width,
         has_firsts=firsts is not None,
-        is_own_only=is_own_only,
+        part=part,
         peers=power_of_2(num_ranks),
         experts=power_of_2(num_experts),
-        block=min(SENT_BLOCK, power_of_2(width)),
+        block=min(most_held, power_of_2(unit * width)),
         vector=VECTOR_BYTES // rows.itemsize,
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
     )

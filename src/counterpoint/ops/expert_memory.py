@@ -20,6 +20,7 @@ class RegionSizes:
 
     def __init__(self, sizes: dict[ExpertRegion, int] | None = None) -> None:
         self._sizes = {region: (sizes or {}).get(region, 0) for region in ExpertRegion}
+        self._views: dict[tuple[ExpertRegion, RowFormat], torch.Tensor] = {}  # whole regions of the memory, as rows
 
     @property
     def num_bytes(self) -> int:
@@ -32,12 +33,16 @@ class RegionSizes:
 
     def view(self, memory: torch.Tensor, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """Return the first rows of a region in `memory`, which is bytes."""
-        start = self.start(region)
-        return memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
+        return self.whole(memory, region, rows)[:num_rows]
 
     def whole(self, memory: torch.Tensor, region: ExpertRegion, rows: RowFormat) -> torch.Tensor:
-        """Return all rows for which a region has room."""
-        return self.view(memory, region, rows, self._sizes[region] // rows.num_bytes)
+        """Return all rows for which a region has room. The memory is the same in every call."""
+        found = self._views.get((region, rows))
+        if found is None:
+            start, num_rows = self.start(region), self._sizes[region] // max(1, rows.num_bytes)
+            found = memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
+            self._views[region, rows] = found
+        return found
 
     def holds(self, needed: Needed) -> bool:
         """Return whether the regions are large enough."""

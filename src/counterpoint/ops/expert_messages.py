@@ -5,7 +5,7 @@ Sends are posted when their rows are ready, and a rank receives a piece when it 
 Nothing overlaps here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from counterpoint.ops.expert_exchange import (
     AbstractDispatch,
     AbstractExpertCopies,
     ExpertRegion,
+    FirstRows,
     Needed,
     RowFormat,
     Rows,
@@ -33,6 +34,8 @@ from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 @final
 class ExpertMessages(AbstractExpertCopies):
     """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
+
+    can_send_rest = True
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -76,24 +79,27 @@ class ExpertMessages(AbstractExpertCopies):
         return True
 
     def send_ahead(
-        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, firsts: Sequence[int] = ()
+        self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, first: FirstRows | None = None
     ) -> torch.Tensor:
         """See `AbstractExpertCopies.send_ahead`. The counts are on the host here; on a GPU, a kernel reads them."""
         num_ranks, sums = gathered.shape[0], gathered[:, -1] // 2
         counts = gathered[:, :-1].reshape(num_ranks, num_ranks, -1)
-        layout = ExpertLayout(counts.numpy(), int(self._ranks.group.rank()), 2 if firsts else 1, firsts=firsts)
+        layout = ExpertLayout(
+            counts.numpy(), int(self._ranks.group.rank()), 2 if first else 1, firsts=first.numbers if first else ()
+        )
         is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
         is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
         if not is_sound or layout.most_grouped > landed.shape[0]:
             return torch.zeros(layout.num_experts, dtype=torch.int32)
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))
-        self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed, last=1)
+        last = 1 if first is None or not first.sends_rest else None
+        self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed, last=last)
         return rows.sorting.ends
 
-    def await_ahead(self) -> None:
+    def await_ahead(self, part: int = 0) -> None:
         """See `AbstractExpertCopies.await_ahead`."""
-        if self._ahead is not None:
-            self._ahead.group(0)
+        if self._ahead is not None and part < self._ahead.num_groups:
+            self._ahead.group(part)
 
     def end_ahead(self) -> None:
         """See `AbstractExpertCopies.end_ahead`."""
@@ -185,6 +191,7 @@ class MessageDispatch(AbstractDispatch):
         """Send the groups `first` to `last` - 1; with the first one, place this rank's own rows."""
         self._mail, self._rows, self._landed = mail, rows, landed
         layout = rows.layout
+        self.num_groups = len(layout.groups)
         if not first:
             landed.index_copy_(0, rows.sorting.places.own, source[layout.own])
         for peer, number in layout.outgoing(first, last):

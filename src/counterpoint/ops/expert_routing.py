@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from counterpoint.errors import OperatorError, ScheduleError
-from counterpoint.ops.expert_ahead import AheadDispatch, ExpectedRows
-from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, RowFormat, Rows
+from counterpoint.ops.expert_ahead import AheadDispatch
+from counterpoint.ops.expert_exchange import AbstractExpertExchange, ExpertRegion, FirstRows, RowFormat, Rows
 from counterpoint.ops.expert_memory import needed_bytes
 from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.ops.graph_cache import refuse_in_capture
@@ -25,8 +25,8 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import MOST_GROUPS_OF_FEW, num_groups_for, sent_ahead, size_for
-from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, pair_rows
+from counterpoint.schedule.expert_choice import first_share, num_groups_for, sent_ahead, size_for
+from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, num_parts_of, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
 NOT_PICKED = "it is estimated to be faster, or the call asks for it"
@@ -137,7 +137,7 @@ class ExpertRouting:
                 self.drop()  # the memory of its rows is about to be replaced
             if experts.reserve(needed):
                 return experts.copies
-            if self.ahead is not None and self.ahead.expected.firsts:
+            if self.ahead is not None and self.ahead.first is not None and not self.ahead.first.sends_rest:
                 self.drop()  # copies were to bring the other groups' rows
             experts.num_refused += bool(was_refused)
         experts.copies.drop_placed()
@@ -247,7 +247,8 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
             ahead.multiply()
 
     found, on_device = (experts.copies or experts.library).gather(counts, said, before_the_wait)
-    given = Pieces(ahead.expected.num_groups, ahead.expected.firsts) if ahead is not None and ahead.expected.firsts else None
+    first = ahead.first if ahead is not None else None
+    given = Pieces(first.num_groups, first.numbers) if first is not None else None
     try:
         routing = _routing(runtime, call, found, on_device, given)
     except OperatorError:
@@ -256,25 +257,30 @@ def route(runtime: Runtime, call: Called, weights: Sequence[torch.Tensor], besid
         elif experts.copies is not None:
             experts.copies.drop_placed()
         raise
-    routing.learn = partial(_learn, experts.expected, words, routing, call)
+    routing.learn = partial(_learn, words, routing, call, sum(each.shape[1] for each in weights))
     return routing.begun(ahead)
 
 
-def _learn(expected: ExpectedRows, kind: str, found: ExpertRouting, call: Called) -> None:
-    """Remember a call for the next one of its kind. First groups are not given under checkpointing: a recomputation has to
-    have the groups of its call, whatever calls came between.
+def _learn(kind: str, found: ExpertRouting, call: Called, num_columns: int) -> None:
+    """Remember a call for the next one of its kind; `num_columns`: of the weights that multiply its tokens ahead. First
+    groups are not given under checkpointing: a recomputation has to have the groups of its call, whatever calls came
+    between.
     """
-    layout = found.layout
-    if layout.firsts:  # its groups were given; what they would be otherwise
-        number = pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients)
-        layout = ExpertLayout(layout.counts, layout.rank, max(1, number), layout.pairs)
-    has_first = layout.num_groups > MOST_GROUPS_OF_FEW and not call.is_checkpointed
-    firsts = layout.first_rows() if has_first else ()
-    sent = sent_ahead(found.pair_bytes, has_beside=call.has_beside, has_first=bool(firsts))
+    layout, experts = found.layout, found.runtime.experts()
+    number = layout.num_groups
+    if layout.firsts:  # its groups were given; how many they would be otherwise
+        number = max(1, pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients))
+    can_send_rest = bool(num_columns) and experts.copies is not None and experts.copies.can_send_rest
+    num_groups = 1 if call.is_checkpointed else number
+    sent = sent_ahead(found.pair_bytes, num_groups, has_beside=call.has_beside, can_send_rest=can_send_rest)
     if sent == "nothing":
-        expected.forget(kind)
+        experts.expected.forget(kind)
+    elif sent == "all":
+        experts.expected.learn(kind, layout.most_grouped)
     else:
-        expected.learn(kind, layout, firsts if sent == "first" else ())
+        share = first_share(num_columns, layout.num_ranks) if sent == "parts" else 1 / num_parts_of(number)
+        firsts = tuple(max(1, int(share * rows)) for rows in layout.grouped_rows)
+        experts.expected.learn(kind, layout.most_grouped, FirstRows(firsts, number, sends_rest=sent == "parts"))
 
 
 def _counts_given(runtime: Runtime, call: Called) -> torch.Tensor:

@@ -5,6 +5,9 @@ for each expert that has rows. Both give the same bits in every run. In fp8, GPU
 have none; they multiply the rounded numbers in single precision, so that tests without GPUs check the rounding.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -120,6 +123,24 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
             torch.mm(left[part].t(), right[part], out=found[expert])
         start += number
     return found
+
+
+@cache
+def can_spare_sms() -> bool:
+    """Return whether torch's grouped matmul can leave SMs to other kernels. torch warns once that this is experimental."""
+    warnings.filterwarnings("ignore", message="Setting the SM carveout")
+    return hasattr(torch._C, "_set_sm_carveout_experimental")
+
+
+@contextmanager
+def fewer_sms(number: int) -> Iterator[None]:
+    """Let torch's grouped matmuls, whose CTAs each keep an SM to the end, leave so many SMs to other kernels."""
+    former = torch._C._get_sm_carveout_experimental()
+    torch._C._set_sm_carveout_experimental(number + (former or 0))
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(former)
 
 
 def is_grouped(*operands: torch.Tensor) -> bool:

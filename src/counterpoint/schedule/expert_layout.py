@@ -98,8 +98,7 @@ class ExpertLayout:
     def ranges(self) -> list[list[ExpertRange]]:
         """Return the groups of every rank, without groups that have no rows, unless there is only one."""
         if self.num_groups == 1:
-            received = map(sum, zip(*self.pairs, strict=True))
-            return [[ExpertRange(0, slice(0, self.num_experts), slice(0, rows))] for rows in received]
+            return [[ExpertRange(0, slice(0, self.num_experts), slice(0, rows))] for rows in self.grouped_rows]
         firsts = self.firsts or [0] * self.num_ranks
         return [list(self._ranges(*each)) for each in zip(self._ends.tolist(), firsts, strict=True)]
 
@@ -127,12 +126,6 @@ class ExpertLayout:
                 yield ExpertRange(number, slice(first, last + 1), slice(start, stop), begins_cut or is_cut)
                 number, start, first, begins_cut = number + 1, stop, last if is_cut else last + 1, is_cut
         yield ExpertRange(number, slice(first, self.num_experts), slice(start, num_rows), begins_cut)
-
-    def first_rows(self) -> tuple[int, ...]:
-        """Return how many rows each rank's first group has; nothing if no rank has a second group."""
-        if all(len(each) == 1 for each in self.ranges):
-            return ()
-        return tuple(max(1, each[0].rows.stop) for each in self.ranges)
 
     @property
     def groups(self) -> list[ExpertRange]:
@@ -215,9 +208,14 @@ class ExpertLayout:
         return start - own
 
     @property
+    def grouped_rows(self) -> list[int]:
+        """Number of rows that each rank's experts compute."""
+        return list(map(sum, zip(*self.pairs, strict=True)))
+
+    @property
     def most_grouped(self) -> int:
         """Number of rows of the rank that computes most."""
-        return max(map(sum, zip(*self.pairs, strict=True)))
+        return max(self.grouped_rows)
 
     @property
     def most_returned(self) -> int:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -298,6 +299,7 @@ def ahead() -> None:
         setattr(owner, name, call)
 
     count(ExpertMessages, "send_ahead")
+    count(ExpertMessages, "await_ahead")
     count(AheadDispatch, "drop")
 
     def check(experts: Experts, *, sent: int, dropped: int = 0, has_biases: bool = False) -> None:
@@ -341,26 +343,23 @@ def ahead() -> None:
         ops.expert_ffn(tokens, few.counts[few.rank], *weights, activation=lambda *_: 1 // 0)
     assert (begun["send_ahead"], begun["drop"]) == (1, 1), "an error of the caller's on every rank leaves nothing behind"
     check(few, sent=1)
-    pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
-    expert_routing.pick_pieces = lambda *_, **__: 3
-    try:
+    with patch.object(expert_routing, "pick_pieces", lambda *_, **__: 3):
         check(few, sent=1, dropped=1)  # memory for what returns replaces that of the tokens
         check(few, sent=1)
         compare(few.found_by_halves(None), halves, 1e-12)
-        expert_choice.FIRST_AHEAD_FROM_BYTES = 0
-        check(few, sent=1)
-        for _ in range(2):  # only first groups are sent ahead
-            check(few, sent=1)
-            compare(few.found_by_halves(None), halves, 1e-12)
-        check(many, sent=1, dropped=1)
-        check(many, sent=1)
-        check(few, sent=1)
-        layers = [(each, *each.own()) for each in (few, many)]  # a call is run again when others came between
-        found = [checkpoint(partial(both_halves, each, of), rows, use_reentrant=False) for each, rows, of in layers]
-        torch.autograd.backward(found, [each.gradients[each.rank] for each, *_ in layers])
-        compare([rows.grad for _, rows, _ in layers], [each.expected()[1] for each, *_ in layers], 1e-12)
-    finally:
-        expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
+        for limit, num_parts in (("FIRST_AHEAD_FROM_BYTES", 1), ("PARTS_AHEAD_FROM_BYTES", 2)):
+            with patch.object(expert_choice, limit, 0):
+                for _ in range(3):  # first rows are sent ahead; then the rest, too
+                    check(few, sent=1)
+                    compare(few.found_by_halves(None), halves, 1e-12)
+                check(many, sent=1, dropped=2 - num_parts)  # its memory stays
+                check(many, sent=1)
+                check(few, sent=1)
+                assert begun["await_ahead"] == num_parts
+                layers = [(each, *each.own()) for each in (few, many)]  # a call is run again when others came between
+                found = [checkpoint(partial(both_halves, each, of), rows, use_reentrant=False) for each, rows, of in layers]
+                torch.autograd.backward(found, [each.gradients[each.rank] for each, *_ in layers])
+                compare([rows.grad for _, rows, _ in layers], [each.expected()[1] for each, *_ in layers], 1e-12)
     report("ahead")
 
 

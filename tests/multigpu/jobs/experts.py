@@ -74,20 +74,24 @@ def stress() -> None:
 
 
 def first_groups_ahead() -> None:
-    """Only first groups begin before the host knows the counts: within rounding of sequential, forward and backward."""
-    pick, least = expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES
-    expert_choice.FIRST_AHEAD_FROM_BYTES, chance = 0, random.Random(23)
+    """First groups begin before the host knows the counts, alone or with the rest behind them: within rounding of sequential,
+    forward and backward.
+    """
+    pick, chance = expert_routing.pick_pieces, random.Random(23)
+    limits = {name: getattr(expert_choice, name) for name in ("FIRST_AHEAD_FROM_BYTES", "PARTS_AHEAD_FROM_BYTES")}
     try:
         for turn in range(120):
             if turn % 4 == 0:  # three calls are like the one before
                 number = chance.choice((2, 3, 4))
                 expert_routing.pick_pieces = lambda *_, number=number, **__: number
+                vars(expert_choice).update(limits | {chance.choice(list(limits)): 0})
                 experts = Experts(chance, torch.bfloat16, scale=SCALE, num_local=chance.choice((3, 8)))
             compare(experts.found(None), experts.expected(), ROUNDINGS)
             if turn % 3 == 0:
                 compare(experts.found_by_halves(None), experts.expected(), ROUNDINGS)
     finally:
-        expert_routing.pick_pieces, expert_choice.FIRST_AHEAD_FROM_BYTES = pick, least
+        expert_routing.pick_pieces = pick
+        vars(expert_choice).update(limits)
     report("first groups ahead")
 
 
