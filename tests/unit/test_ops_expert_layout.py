@@ -199,9 +199,9 @@ def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, piece
 def test_the_size_of_calls_decides_which_tokens_are_sent_before_the_host_knows_the_counts(
     num_mib: int, num_groups: int, sent: str, without_rest: str
 ) -> None:
-    for can_send_rest, wanted in ((True, sent), (False, without_rest)):
-        assert expert_choice.sent_ahead(num_mib * MIB, num_groups, has_beside=False, can_send_rest=can_send_rest) == wanted
-    beside = expert_choice.sent_ahead(num_mib * MIB, num_groups, has_beside=True, can_send_rest=True)
+    for share, wanted in ((0.4, sent), (0.09, without_rest), (0.0, without_rest)):
+        assert expert_choice.sent_ahead(num_mib * MIB, num_groups, share, has_beside=False) == wanted
+    beside = expert_choice.sent_ahead(num_mib * MIB, num_groups, 0.4, has_beside=True)
     assert beside == ("all" if num_mib < 64 else "nothing"), "copies cost nothing beside something else"
 
 

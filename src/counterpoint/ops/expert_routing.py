@@ -271,14 +271,15 @@ def _learn(kind: str, found: ExpertRouting, call: Called, num_columns: int) -> N
     if layout.firsts:  # its groups were given; how many they would be otherwise
         number = max(1, pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients))
     can_send_rest = bool(num_columns) and experts.copies is not None and experts.copies.can_send_rest
+    share = first_share(num_columns, layout.num_ranks) if can_send_rest else 0.0
     num_groups = 1 if call.is_checkpointed else number
-    sent = sent_ahead(found.pair_bytes, num_groups, has_beside=call.has_beside, can_send_rest=can_send_rest)
+    sent = sent_ahead(found.pair_bytes, num_groups, share, has_beside=call.has_beside)
     if sent == "nothing":
         experts.expected.forget(kind)
     elif sent == "all":
         experts.expected.learn(kind, layout.most_grouped)
     else:
-        share = first_share(num_columns, layout.num_ranks) if sent == "parts" else 1 / num_parts_of(number)
+        share = share if sent == "parts" else 1 / num_parts_of(number)
         firsts = tuple(max(1, int(share * rows)) for rows in layout.grouped_rows)
         experts.expected.learn(kind, layout.most_grouped, FirstRows(firsts, number, sends_rest=sent == "parts"))
 

@@ -90,16 +90,17 @@ MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each
 # the rest beside the matmul of the first rows (experts_2x_h200_two_parts.json). Larger calls send the first rows only, if
 # there are more than two groups: their matmul hides what the host does then, and the other groups' copies
 # (experts_2x_h200_first_rows.json). From the last limit on that loses up to 5 %: the host's part is small, and copy
-# engines are faster than the kernel. If a call computes something beside its tokens, copies cost it nothing, and a kernel would
-# take its SMs: then only calls that are too small for copies begin so.
+# engines are faster than the kernel. If a call computes something beside its tokens, copies cost it nothing, and a kernel
+# would take its SMs: then only calls that are too small for copies begin so.
 AHEAD_BELOW_BYTES = 320 * MIB
 PARTS_AHEAD_FROM_BYTES, FIRST_AHEAD_FROM_BYTES, FIRST_AHEAD_BELOW_BYTES = 64 * MIB, 320 * MIB, 1536 * MIB
-FIRST_WITHOUT_PARTS_FROM_BYTES = 160 * MIB  # where matmuls cannot leave SMs to a second kernel
+FIRST_WITHOUT_PARTS_FROM_BYTES = 160 * MIB
 Ahead = Literal["all", "parts", "first", "nothing"]
 # Of the second kernel and the matmul beside it. Eight CTAs are as fast as more (345 GB/s between two H200s), and six take
 # 264 GB/s. The matmul's CTAs are in clusters of two SMs, of which one SM of the kernel's takes both.
 FEW_CTAS, NUM_SPARED_SMS = 8, 16
 FEW_CTAS_BYTES_PER_S, MATMUL_FLOPS_PER_S = 345e9, 680e12  # measured on 2 H200s
+LEAST_FIRST_SHARE = 0.1  # below, tokens in transit cost little, and the results of so small a group hide little on their way
 SPARE_FOR_SKEW = 1.15  # 1.3 is faster by 2 to 8 % for Zipf routing, and slower by 0 to 2 % for balanced routing
 
 
@@ -123,16 +124,17 @@ def num_groups_for(pair_bytes: int, num_experts: int, *, has_gradients: bool) ->
     return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
 
 
-def sent_ahead(pair_bytes: int, num_groups: int, *, has_beside: bool, can_send_rest: bool) -> Ahead:
+def sent_ahead(pair_bytes: int, num_groups: int, share: float, *, has_beside: bool) -> Ahead:
     """Return which tokens of calls like this one, with so many bytes between the two ranks that exchange most, are sent
-    before the host knows the counts. "parts": all, first rows before the rest, if `can_send_rest`. `num_groups`: of experts,
-    if first ones can be given.
+    before the host knows the counts. "parts": all, `first_share` of them before the rest; 0 if no kernel can send that
+    beside a matmul. `num_groups`: of experts, 1 if the first one cannot be given.
     """
     if has_beside and size_for(pair_bytes).num_groups:
         return "nothing"
-    if can_send_rest and num_groups > 1 and PARTS_AHEAD_FROM_BYTES <= pair_bytes < FIRST_AHEAD_FROM_BYTES:
+    has_parts = num_groups > 1 and share >= LEAST_FIRST_SHARE
+    if has_parts and PARTS_AHEAD_FROM_BYTES <= pair_bytes < FIRST_AHEAD_FROM_BYTES:
         return "parts"
-    least_bytes = FIRST_AHEAD_FROM_BYTES if can_send_rest else FIRST_WITHOUT_PARTS_FROM_BYTES
+    least_bytes = FIRST_AHEAD_FROM_BYTES if has_parts else FIRST_WITHOUT_PARTS_FROM_BYTES
     if num_groups > MOST_GROUPS_OF_FEW and least_bytes <= pair_bytes < FIRST_AHEAD_BELOW_BYTES:
         return "first"
     return "all" if pair_bytes < AHEAD_BELOW_BYTES else "nothing"

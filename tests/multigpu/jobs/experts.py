@@ -74,8 +74,8 @@ def stress() -> None:
 
 
 def first_groups_ahead() -> None:
-    """First groups begin before the host knows the counts, alone or with the rest behind them: within rounding of sequential,
-    forward and backward.
+    """First groups begin before the host knows the counts, alone or before the rest: within rounding of sequential, forward
+    and backward.
     """
     pick, chance = expert_routing.pick_pieces, random.Random(23)
     limits = {name: getattr(expert_choice, name) for name in ("FIRST_AHEAD_FROM_BYTES", "PARTS_AHEAD_FROM_BYTES")}
