@@ -119,7 +119,7 @@ def _check_text(source: str) -> None:
         ) from problem
 
 
-def job_of(traced: TracedStep, machine_name: str | None = None, instead: str = LEAVE_OUT) -> Job:
+def job_of(traced: TracedStep, machine_name: str | None, instead: str = LEAVE_OUT) -> Job:
     """Return the job of a traced step; machine and errors as in `load_job`."""
     device = traced.step.device_name
     if machine_name is not None:

@@ -86,7 +86,7 @@ def run(
         step=_load_step(step) if step is not None else None,
         keeps_bits=bitwise,
     )
-    with HeldSignals(is_last=True) as signals:  # a second signal must not lose the plan found or the exit status
+    with HeldSignals() as signals:  # a second signal must not lose the plan found or the exit status
         outcome = run_job(request, signals)
         status = outcome.ended.exit_status
         unproven = _report(outcome, request, has_plan=plan is not None, output=output)

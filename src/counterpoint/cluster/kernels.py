@@ -5,7 +5,7 @@ threads x 168 registers, measured on an H200), before that one CTA of 256 thread
 """
 
 from counterpoint.machine import ElementType, Gpu
-from counterpoint.step import Character, Footprint, Kernel
+from counterpoint.step import Footprint, Kernel
 from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, stage_bytes, tile_count
 
 PERSISTENT_FROM = (9, 0)
@@ -66,7 +66,7 @@ def fused_attention(gpu: Gpu, name: str, flops: float, num_bytes: float, element
     )
 
 
-def memory_pass(name: str, num_bytes: float, flops: float | None = None, character: Character = "streaming") -> Kernel:
+def memory_pass(name: str, num_bytes: float, flops: float | None = None) -> Kernel:
     """A kernel that reads and writes `num_bytes` in all, as norms, activations and optimizers do."""
     return Kernel(
         name=name,
@@ -74,7 +74,7 @@ def memory_pass(name: str, num_bytes: float, flops: float | None = None, charact
         footprint=Footprint(
             num_ctas=max(1, round(num_bytes / ELEMENTWISE_BYTES_PER_CTA)), threads_per_cta=128, registers_per_thread=32
         ),
-        character=character,
+        character="streaming",
         flops=flops,
         hbm_bytes=max(num_bytes, 1.0),
     )

@@ -22,7 +22,7 @@ OLDEST_TORCH = (2, 11)
 FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 
 
-def require_gpu(instead: str = FROM_TRACE) -> None:
+def require_gpu(instead: str) -> None:
     """Raise `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings.
 
     Checks in this order, so that no one installs packages for GPUs that are missing. `instead` says what works without.

@@ -61,10 +61,10 @@ class JobCommand(Value, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
 
-    def number(self, option: str, default: int = 1) -> int:
-        """Return an option's value as a count; `default` if it is absent or not a number."""
+    def number(self, option: str) -> int:
+        """Return an option's value as a count; 1 if it is absent or not a number."""
         number = whole_number(self.options.get(option, ""))
-        return default if number is None else number
+        return 1 if number is None else number
 
 
 class FoundGpu(Value, frozen=True, kw_only=True):

@@ -47,7 +47,7 @@ def least_turns(num_candidates: int, answer_turns: int = 0) -> int:
     return heat + 2 * LEAST_PROOF_ROUNDS
 
 
-def num_admitted(num_candidates: int, num_turns: int, answer_turns: int = 0) -> int:
+def num_admitted(num_candidates: int, num_turns: int, answer_turns: int) -> int:
     """Return how many candidates, in order, this many turns can test; 0 if they could not prove even one faster."""
     fitting = (count for count in range(num_candidates, 0, -1) if least_turns(count, answer_turns) <= num_turns)
     return next(fitting, 0)

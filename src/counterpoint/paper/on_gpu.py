@@ -60,7 +60,7 @@ def sweeps_of(
 
 
 def measure_sweep(
-    description: Description, axis: Axis, cases: Sequence[SweepCase], num_rounds: int, *, with_energy: bool = False
+    description: Description, axis: Axis, cases: Sequence[SweepCase], num_rounds: int, *, with_energy: bool
 ) -> Sweep:
     """Capture and measure each case in turn; all ranks call this together."""
     found = [measure_case(case, num_rounds, with_energy=with_energy) for case in cases]
@@ -69,7 +69,7 @@ def measure_sweep(
 
 
 def measure_workload(
-    description: Description, num_rounds: int, num_choice_rounds: int, *, with_energy: bool = False
+    description: Description, num_rounds: int, num_choice_rounds: int, *, with_energy: bool
 ) -> tuple[PaperResult, Step]:
     """Capture the workload and measure its grid; all ranks call this together. Also returns the captured step.
 
@@ -88,7 +88,7 @@ def measure_workload(
     return replace(result, iterations=description.iterations, sum_by="one kernel"), step
 
 
-def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:
+def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool) -> tuple[str, SweepPoint]:
     """Capture a case and measure its variants; all ranks call this together. Also returns the machine's name."""
     described = case.description
     with _captured(described, with_energy) as (overlapped, readings, forms):

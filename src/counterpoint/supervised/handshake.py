@@ -8,7 +8,6 @@ and one line names the rank, its host, the reason and the remedy. Ranks wait for
 only.
 """
 
-import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, package_version
+from counterpoint.errors import CounterpointError
 from counterpoint.launch_filter.library import LIBRARY_PREFIX
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
@@ -76,11 +75,6 @@ class Roll(Value, frozen=True, kw_only=True):
 def report_rank(exchange: Exchange, report: RankReport) -> None:
     """Send this rank's report. A rank may do so early, before its first step has ended."""
     exchange.offer(REPORT_TOPIC, msgspec.json.encode(report).decode())
-
-
-def own_report(run: str, problem: str = "", *, is_silent: bool = False) -> RankReport:
-    """Return the report of this process; `run` is the folder of its `counterpoint run`."""
-    return RankReport(host=os.uname().nodename, run=run, version=package_version(), problem=problem, is_silent=is_silent)
 
 
 def meet(exchange: Exchange, *, limit_s: float | None = None, slack_s: float = SLACK_S) -> Roll:

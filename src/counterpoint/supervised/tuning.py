@@ -66,7 +66,7 @@ class LiveTuner:
     `earlier` is the decision before a launcher restarted the job: its plan stays on record until there is another.
     """
 
-    def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None = None) -> None:
+    def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None) -> None:
         self._job, self._settings = job, settings
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)

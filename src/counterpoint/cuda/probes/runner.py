@@ -107,7 +107,7 @@ def run_probes(
     nvml: Nvml | None,
     is_done: Collection[str],
     on_result: Callable[[ProbeResult], None],
-    only: Collection[str] = (),
+    only: Collection[str],
 ) -> None:
     """Run the probes that are not done yet, or those named in `only`; on rank 0, `on_result` gets each result at once.
 
