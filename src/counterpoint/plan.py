@@ -20,7 +20,7 @@ from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
-from counterpoint.units import format_count, format_exact_bytes, format_numbers
+from counterpoint.units import format_count, format_exact_bytes, format_numbered, format_numbers
 from counterpoint.value import Value, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
@@ -103,7 +103,7 @@ class Match(Value, frozen=True, kw_only=True):
             words += f" in process group {self.process_group}"
         for what, numbers in (("number", self.ordinals), ("operation", self.operations)):
             if numbers is not None:
-                words += f", {what}{'s' * (len(numbers) != 1)} {format_numbers(numbers, most_shown)}"
+                words += f", {format_numbered(what, numbers, most_shown)}"
         return words
 
 

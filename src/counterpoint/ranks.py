@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol, final
 
 from counterpoint.errors import DeviceError
+from counterpoint.units import format_numbered
 
 # The variables that launchers set in each process: torchrun and Ray Train, Open MPI, PMIx, MPICH and Intel MPI, MVAPICH,
 # Slurm. The launch filter (block.c) reads the same names. Slurm's are last, because under `srun torchrun` they count
@@ -202,7 +203,7 @@ def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:
 
 def _gone(missing: Sequence[int], what: str, limit: str) -> tuple[str, str]:
     """Return what happened, and whose output tells more."""
-    names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}" if missing else "a rank"
+    names = format_numbered("rank", missing) if missing else "a rank"
     whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
     return f"{names} did not reach {what} within {limit}, or ended", whose
 

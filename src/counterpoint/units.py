@@ -75,6 +75,12 @@ def format_numbers(numbers: Iterable[int], most_shown: int | None = None) -> str
     return ", ".join(ranges)
 
 
+def format_numbered(noun: str, numbers: Iterable[int], most_shown: int | None = None) -> str:
+    """Print numbers, as `format_numbers` does, behind their noun: "rank 3", "ranks 0-3, 6"."""
+    found = set(numbers)
+    return f"{noun}{'s' * (len(found) != 1)} {format_numbers(found, most_shown)}"
+
+
 def format_percent(fraction: float) -> str:
     """Print a fraction as a percentage with one decimal."""
     return f"{100 * fraction:z.1f} %"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from counterpoint.errors import MachineError, shown
 from counterpoint.machine import MAX_NAME, Machine, load_machine
+from counterpoint.units import format_count
 from counterpoint.value import Value, require
 
 MAX_NODES = 1 << 17
@@ -133,7 +134,7 @@ class Fabric(Value, frozen=True, kw_only=True):
         rails, gpus = self.num_rails, self.machine.num_gpus
         shared = "one for each GPU" if rails == gpus else f"shared by {gpus} GPUs"
         said = "assumed, since [cluster] has no num_rails" if self.cluster.num_rails is None else f"num_rails = {rails}"
-        return f"{rails} rail{'s' if rails > 1 else ''} per node, {shared} ({said})."
+        return f"{format_count(rails, 'rail')} per node, {shared} ({said})."
 
     @property
     def levels(self) -> tuple[Level, ...]:
