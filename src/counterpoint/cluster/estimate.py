@@ -19,7 +19,7 @@ from counterpoint.cluster.passes import PassKind, head_step, optimizer_step, pas
 from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
 from counterpoint.cluster.planned import PassTimes, simulate_pass
 from counterpoint.sim.calibration import Calibration, load_calibration
-from counterpoint.sim.collective_times import CollectiveTimes, times_on
+from counterpoint.sim.collective_times import CollectiveTimes
 from counterpoint.step import CollectiveKind, Step
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
@@ -107,7 +107,7 @@ class _StepEstimator:
 
     @cached_property
     def _collectives(self) -> CollectiveTimes:
-        return times_on(self._configuration.fabric, self._calibration)
+        return CollectiveTimes(fabric=self._configuration.fabric, calibration=self._calibration)
 
     @cached_property
     def _is_sharded(self) -> bool:

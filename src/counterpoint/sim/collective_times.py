@@ -10,8 +10,6 @@ the cluster names a way. That is a model; nobody measured it here.
 import math
 from functools import cached_property
 
-import msgspec
-
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel, wire_bytes
 from counterpoint.sim.network import Fabric, Level
@@ -53,7 +51,7 @@ class RankGroup(Value, frozen=True, kw_only=True):
 
 
 class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
-    """Times of collectives of one cluster, in microseconds, alone."""
+    """Times of collectives of one cluster, in microseconds, alone; `calibration` holds the constants of its GPU."""
 
     fabric: Fabric
     calibration: Calibration
@@ -168,8 +166,3 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         away = num_bytes * (group.size - local) / group.size
         rounds = math.ceil((group.size - local) / CONCURRENT_PEERS)
         return max(inside_us, rounds * level.latency_us + US_PER_S * away / self._share(level, 1))
-
-
-def times_on(fabric: Fabric, calibration: Calibration) -> CollectiveTimes:
-    """Return the times of collectives on a cluster with these constants of its GPU."""
-    return CollectiveTimes(fabric=fabric, calibration=msgspec.structs.replace(calibration))
