@@ -140,8 +140,7 @@ def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Ite
 
 
 def _size_of(step: Step, index: int) -> tuple[CollectiveKind, int | None]:
-    operation = step.operations[index]
-    assert isinstance(operation, Collective), "only collectives are asked for"
+    operation = step.collective(index)
     return operation.collective, operation.num_bytes
 
 
