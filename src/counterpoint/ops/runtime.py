@@ -289,7 +289,7 @@ class Runtime:
     def close(self) -> None:
         """Free all memory."""
         known_calls().clear()
-        self._watchdog.close()
+        self._watchdog.stop()
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
