@@ -10,7 +10,7 @@ guard on the identity of a callable object, and compile every block anew.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch import nn
@@ -27,19 +27,9 @@ from counterpoint.integrations.sequence_shards import (
     neighbor_product,
     why_not_multiplied,
 )
+from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import operators
 from counterpoint.ops.operator_call import calls_of
-
-
-@final
-class Switch:
-    """Whether the linears of a model run operators; a copy of the model has the same one."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
-        return self
 
 
 @final
