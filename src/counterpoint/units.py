@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 PS_PER_US = 1_000_000
+NS_PER_US = 1_000
 US_PER_S = 1_000_000.0
 KIB = 1 << 10
 MIB = 1 << 20

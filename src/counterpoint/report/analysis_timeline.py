@@ -10,13 +10,13 @@ from typing import get_args
 
 from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, ExposedInterval, LaneInterval, RankAnalysis, Role
+from counterpoint.display import cut
 from counterpoint.errors import printable
 from counterpoint.report.analysis_words import CAUSES
-from counterpoint.units import format_count, format_us
+from counterpoint.units import NS_PER_US, format_count, format_us
 from counterpoint.value import Value
 
 ROLES: tuple[Role, ...] = get_args(Role)
-NS_PER_US = 1_000
 MOST_NAME = 300  # most letters of a kernel's name
 
 
@@ -44,16 +44,16 @@ class Names:
 
     def number(self, text: str) -> int:
         """The number of a text, new or known."""
-        return self._numbers.setdefault(cut(text), len(self._numbers))
+        return self._numbers.setdefault(safe_text(text), len(self._numbers))
 
     def texts(self) -> list[str]:
         """All texts in the order of their numbers."""
         return list(self._numbers)
 
 
-def cut(text: str, most: int = MOST_NAME) -> str:
-    """Return a text that is safe to show, cut if it is very long."""
-    return printable(text if len(text) <= most else text[: most - 3] + "...")
+def safe_text(text: str, most: int = MOST_NAME) -> str:
+    """Return a text without control characters, cut if it is very long."""
+    return printable(cut(text, most))
 
 
 def timeline_data(analysis: Analysis, limits: Limits) -> dict[str, object]:
