@@ -76,11 +76,6 @@ def known_footprint(library: str, compute_capability: str) -> KnownFootprint:
     )
 
 
-def usual_footprint(library: str, compute_capability: str) -> Footprint:
-    """The entry of `known_footprint` as a launch; raises as it does."""
-    return known_footprint(library, compute_capability).footprint()
-
-
 def communication_footprint(gpu: Gpu, library: str) -> Footprint:
     """Return the usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` if
     none is known.

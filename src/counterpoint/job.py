@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, StepError, WorkloadError, shown, shown_path
-from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
 from counterpoint.plan import load_plan
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Step
@@ -20,7 +20,6 @@ from counterpoint.traces.formats import SUFFIXES_IN_WORDS, is_trace
 from counterpoint.value import Value
 from counterpoint.workloads import load_workload, workload_names
 
-DEFAULT_MACHINE = "h200"
 LEAVE_OUT = "Leave --machine out"
 
 

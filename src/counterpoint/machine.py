@@ -29,6 +29,7 @@ LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
+DEFAULT_MACHINE = "h200"
 MAX_NAME = 200  # most letters of a name or a title
 # How a vendor names its compute capabilities: a regular expression, and an example
 CAPABILITIES = MappingProxyType({"nvidia": (r"[0-9]{1,2}\.[0-9]{1,2}", "9.0"), "amd": (r"gfx[0-9a-f]{3,5}", "gfx942")})

@@ -30,7 +30,9 @@ def require_gpu(instead: str) -> None:
     _require("torch", "torch", instead)
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
-        raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it. {instead}")
+        raise DeviceError(
+            f"torch {found} is too old; {'.'.join(map(str, OLDEST_TORCH))} or later is needed. Update it. {instead}"
+        )
     import torch  # noqa: PLC0415  only after the checks above
 
     if not torch.cuda.is_available():

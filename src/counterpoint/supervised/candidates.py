@@ -7,6 +7,7 @@ SM counts as one that collectives may wait for, and the single-wave ones among t
 live steps then show what pays.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import OccupancyError, StepError
@@ -223,11 +224,11 @@ def _match(function: SeenFunction) -> Match:
 
 
 def _num_ctas(function: SeenFunction) -> int:
-    return function.grid[0] * function.grid[1] * function.grid[2]
+    return math.prod(function.grid)
 
 
 def _threads_per_cta(function: SeenFunction) -> int:
-    return function.block[0] * function.block[1] * function.block[2]
+    return math.prod(function.block)
 
 
 def _full_machine_kernels(functions: Sequence[SeenFunction], num_sms: int) -> list[SeenFunction]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from counterpoint.errors import StepError, WorkloadError, require_kind, shown, shown_path
-from counterpoint.footprints import usual_footprint
+from counterpoint.footprints import known_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
 from counterpoint.value import read_shipped, read_toml, require, save_text, shipped_names, shipped_text
 from counterpoint.workloads.description import (
@@ -284,7 +284,7 @@ def _parts(entry: CollectiveEntry, group_size: int) -> UnevenParts | None:
 
 def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:
     """Return the file's figures, completed by NCCL's. NCCL uses no cluster if the cluster size does not divide the grid."""
-    usual = usual_footprint("nccl", STATED_FOR)
+    usual = known_footprint("nccl", STATED_FOR).footprint()
     cluster = usual.ctas_per_cluster if num_ctas % usual.ctas_per_cluster == 0 else 1
     stated = {
         "num_ctas": num_ctas,
