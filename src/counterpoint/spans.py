@@ -1,4 +1,4 @@
-"""Unions of time spans, in whole nanoseconds or picoseconds: sums are exact and independent of order."""
+"""Unions of spans in whole units, such as nanoseconds or rows: sums are exact and independent of order."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence

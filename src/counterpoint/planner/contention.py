@@ -100,7 +100,7 @@ def find_rivals(step: Step) -> tuple[int, ...]:
 
 
 def _racing(step: Step, together: Sequence[int]) -> Iterator[int]:
-    """Return, of operations that become ready together, the kernels for which a collective of another stream becomes
+    """Yield, of operations that become ready together, the kernels for which a collective of another stream becomes
     ready as well.
     """
     streams = {step.operations[number].stream for number in together if isinstance(step.operations[number], Collective)}

@@ -129,7 +129,7 @@ def tune_measured(
 
 
 def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
-    """Return trials of controls for which the simulator saw no use and whose effects it cannot predict."""
+    """Yield trials of controls for which the simulator saw no use and whose effects it cannot predict."""
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:

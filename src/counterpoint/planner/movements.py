@@ -90,7 +90,7 @@ def _saved(step: Step, buffers: FlatBuffers, moved: Sequence[int]) -> str:
 
 
 def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:
-    """Return the collectives, with their numbers, to which no control of these kinds applies."""
+    """Yield the collectives, with their numbers, to which no control of these kinds applies."""
     for index, (operation, controls) in enumerate(zip(step.operations, plan.controls_of(step), strict=True)):
         if isinstance(operation, Collective) and not any(isinstance(control, taken_by) for control in controls):
             yield index, operation

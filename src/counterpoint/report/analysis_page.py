@@ -201,7 +201,7 @@ _FIGURE = ' class="figure"'
 
 
 def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[str]:
-    """Return cells that hold the figure beside its text, so that the page sorts by figures."""
+    """Yield cells that hold the figure beside its text, so that the page sorts by figures."""
     for column, cell in zip(columns, row, strict=True):
         shown = escape(safe_text(format_cell(column.kind, cell)))
         if column.kind == "text" and len(shown) > LONG_TEXT:

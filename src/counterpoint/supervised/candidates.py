@@ -191,7 +191,7 @@ def _greatest_priority(gpu: Gpu | None, job_gpu: JobGpu) -> int:
 
 
 def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
-    """Return the planner's head starts with kernels by name, because a launch has no number in a step."""
+    """Yield the planner's head starts with kernels by name, because a launch has no number in a step."""
     kernels = [*racers, *(each for each in blockers if each not in racers)]
     for candidate in propose_head_starts(tuple(range(len(racers))), tuple(range(len(kernels)))):
         yield Candidate(

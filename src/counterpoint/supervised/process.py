@@ -103,7 +103,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _reap() -> Iterator[tuple[int, int]]:
-    """Return processes whose state changed, children and adopted ones; those that ended are reaped."""
+    """Yield processes whose state changed, children and adopted ones; those that ended are reaped."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
