@@ -279,7 +279,7 @@ def usual_element_type(element_bytes: int) -> ElementType:
 
 
 def machine_names() -> list[str]:
-    """Names of the shipped machines, sorted."""
+    """Return the names of the shipped machines, sorted."""
     return shipped_names("machines")
 
 

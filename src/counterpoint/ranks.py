@@ -71,7 +71,7 @@ class LocalStore:
             return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return len(self._values)
 
 
@@ -126,7 +126,7 @@ class Exchange:
             raise RankLostError(NO_STORE) from problem
 
     def keys_of_round(self, number: int) -> list[str]:
-        """The keys of a round, by rank."""
+        """Return the keys of a round, by rank."""
         return [f"{number}/{rank}" for rank in range(self.num_ranks)]
 
     def _who_is_gone(self, keys: Sequence[str], what: str) -> RankLostError:

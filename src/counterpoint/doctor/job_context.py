@@ -141,7 +141,7 @@ class JobContext(Value, frozen=True, kw_only=True):
         return next((name for name in names if is_set(self.value(name))), None)
 
     def hint(self, *kinds: HintKind) -> Hint | None:
-        """The first hint of one of these kinds."""
+        """Return the first hint of one of these kinds."""
         hints = self.job.hints if self.job else ()
         return next((hint for kind in kinds for hint in hints if hint.kind == kind), None)
 

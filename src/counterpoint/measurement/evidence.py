@@ -129,7 +129,7 @@ class Wealth:
         self._stakes = [self._stakes[number] for number in kept] + [1 / (self._num_starts * (self._num_starts + 1))]
 
     def add(self, difference: float, odds: float) -> None:
-        """One round: its difference, and how likely its order was to be drawn."""
+        """Take the result of a round: its difference, and how likely its order was to be drawn."""
         self._sizes = [*self._sizes[1 - self.RECENT :], abs(difference)]
         scale = statistics.median(self._sizes) / NORMAL_DEVIATION or NO_SCALE
         size = max(-self.LARGEST, min(self.LARGEST, difference / scale))
@@ -139,9 +139,9 @@ class Wealth:
                 bets[number] *= expected / (odds * expected + (1 - odds) * (1 - expected))
 
     def total(self) -> float:
-        """The value of the stake of 1."""
+        """Return what the stake of 1 is worth now."""
         return sum(stake * statistics.fmean(bets) for stake, bets in zip(self._stakes, self._starts, strict=True))
 
     def best_start(self) -> float:
-        """The value of 1 since the luckiest start: whether evidence is gathering."""
+        """Return what a stake of 1 placed at the luckiest start is worth now. If it grows, evidence gathers."""
         return max((statistics.fmean(bets) for bets in self._starts), default=1.0)

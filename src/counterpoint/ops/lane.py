@@ -93,7 +93,7 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
 
     @abstractmethod
     def close(self) -> None:

@@ -276,7 +276,7 @@ class Runtime:
         return self._experts
 
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
         held = sum(lane.num_symmetric_bytes() for lane in self._lanes.values())
         return held + sum(each.num_symmetric_bytes() for each in (self.transport, self._experts) if each is not None)
 

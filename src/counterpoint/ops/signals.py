@@ -77,7 +77,7 @@ class Flags:
         return self.own(numbers.start, 0), len(numbers) * self._num_ranks
 
     def num_bytes(self) -> int:
-        """Bytes of symmetric memory."""
+        """Return the bytes of symmetric memory that the signals take."""
         return int(self._memory.local.numel())
 
 

@@ -66,7 +66,7 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
 
     @abstractmethod
     def num_recordings(self) -> int:
@@ -121,7 +121,7 @@ class Layout:
         self.num_bytes = end
 
     def row_bytes(self, buffer: str) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return self._row_bytes[buffer]
 
     def sent_bytes(self, steps: Sequence[Instruction]) -> int:

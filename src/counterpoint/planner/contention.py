@@ -28,7 +28,7 @@ class Contention(Value, frozen=True, kw_only=True):
 
 
 def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tuple[Contention, ...]:
-    """One entry per collective that runs on SMs under `plan`, in the order of the step.
+    """Return one entry per collective that runs on SMs under `plan`, in the order of the step.
 
     `timeline` is the step's under that plan; `companions` are the kernels that ran beside the collective.
     """

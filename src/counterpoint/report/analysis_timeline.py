@@ -43,11 +43,11 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """The number of a text, new or known."""
+        """Return the number of a text, new or known."""
         return self._numbers.setdefault(safe_text(text), len(self._numbers))
 
     def texts(self) -> list[str]:
-        """All texts in the order of their numbers."""
+        """Return all texts in the order of their numbers."""
         return list(self._numbers)
 
 
@@ -95,7 +95,7 @@ def shown_intervals(analysis: Analysis, rank: RankAnalysis) -> list[ExposedInter
 
 
 def is_one_clock(analysis: Analysis) -> bool:
-    """Whether the drawn steps of all ranks can stand on one clock."""
+    """Return whether the drawn steps of all ranks can stand on one clock."""
     offsets = dict(analysis.clock_offsets_us)
     is_known = len(analysis.ranks) == 1 or is_logged(analysis.ranks) or all(rank.rank in offsets for rank in analysis.ranks)
     return is_known and len({rank.shown_step for rank in analysis.ranks}) <= 1

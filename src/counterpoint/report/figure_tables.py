@@ -58,7 +58,7 @@ def _format_number(number: float) -> str:
 
 
 def text_column(name: str, *, is_detail: bool = False) -> FigureColumn:
-    """A column of text."""
+    """Return a column of text."""
     return FigureColumn(name=name, is_detail=is_detail)
 
 
@@ -70,5 +70,5 @@ def figure_columns(kind: Kind, *names: str, is_detail: bool = False) -> tuple[Fi
 def new_figures(
     key: str, title: str, caption: str, columns: Sequence[FigureColumn], rows: Iterable[tuple[Cell, ...]]
 ) -> FigureTable:
-    """A table; its rows in the order they come."""
+    """Return a table with these rows, in their order."""
     return FigureTable(key=key, title=title, caption=caption, columns=tuple(columns), rows=tuple(rows))

@@ -33,7 +33,7 @@ class WholeWordTable(Table):
                     column.width = None
 
     def _blocks(self) -> Iterable[RenderableType]:
-        """For each row its first cell on a line of its own, and below it the others, each behind the name of its column."""
+        """Yield each row's first cell on a line of its own, and below it the others, each behind the name of its column."""
         headers = [column.header for column in self.columns[1:]]
         for first, *others in zip(*(list(column.cells) for column in self.columns), strict=True):
             named = Table.grid(padding=(0, 2, 0, 0))
@@ -45,7 +45,7 @@ class WholeWordTable(Table):
 
 
 def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measurement:
-    """From the width of the column's longest word to that of its longest cell."""
+    """Return the widths of the column's longest word and of its longest cell."""
     found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
     longest = max(each.maximum for each in found)
     word = longest if column.no_wrap else min(max(each.minimum for each in found), LONGEST_WHOLE)

@@ -41,7 +41,7 @@ class RankGroup(Value, frozen=True, kw_only=True):
         return math.ceil(((self.size - 1) * self.stride + 1) / gpus_per_node)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
-        """Whether any member is on another node than the first."""
+        """Return whether any member is on another node than the first."""
         return self.num_nodes(gpus_per_node) > 1
 
     @property
@@ -108,7 +108,7 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         return num_local * self.fabric.rails_per_gpu * level.reached_bytes_per_s
 
     def _node_rate(self, kind: CollectiveKind) -> float:
-        """Bytes per second that a rank sends inside a node."""
+        """Return the bytes per second that a rank sends inside a node."""
         if kind not in self._rates:
             ranks = self.fabric.machine.num_gpus
             longer, shorter = (self.in_node_us(kind, size, ranks) for size in (2 * LARGE, LARGE))

@@ -88,7 +88,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         )
 
     def load(self) -> "Fabric":
-        """The cluster with its machine. Raises `MachineError` where the two do not match."""
+        """Return the cluster with its machine. Raises `MachineError` if the two do not match."""
         return Fabric(cluster=self, machine=load_machine(self.machine))
 
 
@@ -153,7 +153,7 @@ class Fabric(Value, frozen=True, kw_only=True):
         )
 
     def level_across(self, num_nodes: int) -> Level:
-        """The innermost level that joins so many neighboring nodes."""
+        """Return the innermost level that joins so many neighboring nodes."""
         return next(level for level in self.levels if level.num_nodes >= min(num_nodes, self.levels[-1].num_nodes))
 
 

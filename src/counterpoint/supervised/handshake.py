@@ -66,7 +66,7 @@ class Roll(Value, frozen=True, kw_only=True):
     is_silent: bool = False
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """As in "ranks 4-7 (host n2)"."""
+        """Return words such as "ranks 4-7 (host n2)"."""
         hosts = dict.fromkeys(self.hosts[rank] for rank in ranks if rank < len(self.hosts))
         where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts)})" if hosts else ""
         return f"{format_numbered('rank', ranks)}{where}"

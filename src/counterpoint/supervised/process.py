@@ -55,7 +55,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], signals: H
 
 
 def _in_child(prctl: Callable[..., int], mask: Iterable[int], parent: int) -> Callable[[], None]:
-    """What runs in the child between fork and exec."""
+    """Return the function that runs in the child between fork and exec."""
 
     def prepare() -> None:
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

@@ -111,7 +111,7 @@ class RunOutcome(Value, frozen=True, kw_only=True):
         return None if record is None or record.stage == "reverted" else record.plan
 
     def first_unproven(self) -> Engagement | None:
-        """The first control that did not take effect in some process, or None."""
+        """Return the first control that did not take effect in some process, or None."""
         every = (*self.unasked, *(applied for process in self.processes for applied in process.applied))
         return next((applied.engagement for applied in every if applied.engagement.state != "verified"), None)
 

@@ -50,7 +50,7 @@ class HostClock(AbstractStepClock):
     """Time as the host sees it: for jobs whose work is on the CPU."""
 
     def mark(self) -> float:
-        """The present time."""
+        """Return the present time."""
         return time.perf_counter()
 
     def elapsed_us(self, start: float, end: float) -> float:

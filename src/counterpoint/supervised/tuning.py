@@ -212,7 +212,7 @@ class LiveTuner:
         return given
 
     def _agree_on_trials(self, topic: str, conductor: TuningConductor) -> Steps[Announcement]:
-        """Every rank reports the kernels it has launched; rank 0 announces what is tried, and the first turns."""
+        """Let every rank report its launched kernels; let rank 0 announce what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
         functions = self._job.table.state().functions
         census = Census(functions=functions)
