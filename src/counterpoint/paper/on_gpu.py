@@ -15,7 +15,7 @@ from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks, with_stages
-from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants, why_no_copies
+from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants, sweep_plans, why_no_copies
 from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
 from counterpoint.paper.workloads import (
     PaperWorkload,
@@ -93,7 +93,8 @@ def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool) -> tupl
     described = case.description
     with _captured(described, with_energy) as (overlapped, readings, forms):
         machine = machine_of(overlapped)
-        rows, ideal_us = measure_variants(overlapped, machine, readings, forms=forms, num_rounds=num_rounds)
+        plans = sweep_plans(overlapped.read.step, machine)
+        rows, ideal_us = measure_variants(overlapped, machine, readings, plans=plans, forms=forms, num_rounds=num_rounds)
         obstacle = why_no_copies(overlapped)
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
     return machine.name, point.with_rows(rows, ideal_us, f"copy engines were left out: {obstacle}" if obstacle else "")
@@ -101,12 +102,14 @@ def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool) -> tupl
 
 @contextmanager
 def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Captured, Readings, dict[str, Variant]]]:
-    """Yield the overlapped step, the readings of its variants, and its sequential form, which `measure_*` closes."""
+    """Yield the overlapped step, the readings of its variants, and its sequential form; close all of them."""
     workload = PaperWorkload(description)
     sequential = record(workload.sequential)  # its owner must live until the graph is instantiated
-    form = Variant(executable=DriverGraph(sequential.graph.raw_cuda_graph()).instantiate(), is_engaged=True)
     counter = open_energy_counter() if with_energy else None
-    with closing(capture(workload.overlapped, description.name)) as overlapped:
+    with (
+        closing(DriverGraph(sequential.graph.raw_cuda_graph()).instantiate()) as in_sequence,
+        closing(capture(workload.overlapped, description.name)) as overlapped,
+    ):
         offer_copies(overlapped)
         overlapped.read = replace(overlapped.read, step=with_stages(overlapped.read.step, description))
         readings = Readings(
@@ -114,7 +117,7 @@ def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Cap
             overlap_ratio=lambda executable: overlap_ratio(overlapped, executable),
             energy=lambda executable: None if counter is None else measure_energy(overlapped, executable, counter),
         )
-        yield overlapped, readings, {SEQUENTIAL: form}
+        yield overlapped, readings, {SEQUENTIAL: Variant(executable=in_sequence, is_engaged=True)}
 
 
 def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float | None:
