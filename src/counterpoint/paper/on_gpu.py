@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from counterpoint.cuda.capture import Captured, capture, record
 from counterpoint.cuda.driver_graph import DriverGraph
-from counterpoint.cuda.energy import LEAST_S, EnergyCounter, mean_watts, watch
+from counterpoint.cuda.energy import LEAST_S, mean_watts, watch
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.nvml import Nvml
 from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
@@ -130,7 +131,7 @@ def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float |
     return measure(timeline).overlap_ratio if len(shown) == len(captured.read.step.operations) else None
 
 
-def measure_energy(captured: Captured, executable: AbstractExecutable, counter: EnergyCounter) -> Energy:
+def measure_energy(captured: Captured, executable: AbstractExecutable, counter: Nvml) -> Energy:
     """Return the joules of one replay on all GPUs, from at least `LEAST_S` of replays; all ranks call this together."""
     number = max(2, math.ceil(LEAST_S * US_PER_S / captured.time_us(executable)))
     captured.rendezvous.meet()

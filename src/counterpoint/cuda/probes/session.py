@@ -45,11 +45,11 @@ class Session:
     def wait(self, *events: torch.cuda.Event) -> None:
         """Wait for events on the GPU, by default for the current stream's work. Raises `DeviceError` after the limit."""
         awaited = events or (self.mark(),)
-        while not all(event.query() for event in awaited):
+        is_over = False
+        while not is_over:
+            is_over = all(event.query() for event in awaited)
             if time.monotonic() > self._deadline:
                 raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
-        if time.monotonic() > self._deadline:
-            raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
 
     @staticmethod
     def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
