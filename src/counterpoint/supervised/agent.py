@@ -155,7 +155,7 @@ class JobAgent:
             return None  # ranks that cannot exchange messages can still have an unguarded plan
         path = self._directory / f"{self._pid}.block"
         if path.exists():
-            self._block = ControlBlock.open(path)  # first, so that any later failure can empty the table
+            self._block = ControlBlock(path)  # first, so that any later failure can empty the table
         self._exchange = exchange = self._exchange or torch_job.job_exchange()
         if exchange.num_ranks > 1 and problem:
             self._meet(exchange, problem)

@@ -10,7 +10,7 @@ from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, Paths
 from counterpoint.kernel_names import readable
-from counterpoint.launch_filter.control_block import Translation
+from counterpoint.launch_filter.rules import Translation
 from counterpoint.plan import Match, Plan
 
 NUM_SHOWN = 3

@@ -14,7 +14,8 @@ from typing import Any, Protocol, final
 import msgspec
 
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
+from counterpoint.launch_filter.control_block import FilterState, RuleCounters
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.settings import LiveRecord, Totals

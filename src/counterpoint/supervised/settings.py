@@ -13,7 +13,8 @@ import msgspec
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths
 from counterpoint.integrations.planned_paths import paths_of
-from counterpoint.launch_filter.control_block import FilterRule, RuleCounters, rules_of
+from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.launch_filter.rules import FilterRule, rules_of
 from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Plan
 from counterpoint.value import Value, require, write_json, write_whole
