@@ -131,7 +131,7 @@ class Gpu(Value, frozen=True, kw_only=True):
         return self.vendor == "nvidia"
 
     def matmul_rates(self) -> dict[ElementType, float]:
-        """Peak operations per second of matrix multiplications, by the types that the GPU has."""
+        """Return the peak operations per second of matrix multiplications, by the types that the GPU has."""
         rates: dict[ElementType, float | None] = {
             "bf16": self.bf16_flops_per_s,
             "fp16": self.fp16_flops_per_s,

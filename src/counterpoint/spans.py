@@ -23,7 +23,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> int:
-    """Total of disjoint spans."""
+    """Return the total length of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 

@@ -93,7 +93,7 @@ def chance(differences: Sequence[float], numbers: Sequence[int], rounds: Rounds,
 def _draw_ways(
     numbers: Sequence[int], block_rounds: int, drawn: np.random.Generator
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    """Orders of the rounds as they could have been: one row for each draw, 1 or -1 for each round."""
+    """Return orders of the rounds as they could have been: one row for each draw, 1 or -1 for each round."""
     block = np.array([1.0, -1.0] * (block_rounds // 2))
     columns = []
     for first in dict.fromkeys(number // block_rounds for number in numbers):

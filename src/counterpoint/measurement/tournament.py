@@ -143,7 +143,7 @@ class Tournament:
         return self._go_on(kept) if len(kept) > 1 and has_time else self._prove_best(num_turns)
 
     def _estimated_gains(self, candidates: Sequence[int]) -> tuple[dict[int, float], float]:
-        """Gains over the baseline in the heat, as logarithms, and the standard error of a variant's mean.
+        """Return gains over the baseline in the heat, as logarithms, and the standard error of a variant's mean.
 
         What a round has in common and what a variant has are told apart as by Tukey's median polish ("Exploratory Data
         Analysis", 1977), with means for variants, since not all variants are in all rounds.

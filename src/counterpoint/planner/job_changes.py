@@ -97,7 +97,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
 
 
 def _beside(step: Step, main: int, collective: str) -> list[int]:
-    """Collectives of one kind that run on streams without computation."""
+    """Return collectives of one kind that run on streams without computation."""
     found = [(number, each) for number, each in _movable(step) if each.stream != main]
     return [number for number, each in found if each.collective == collective]
 

@@ -25,7 +25,7 @@ class Proposal(Value, frozen=True, kw_only=True):
 
 
 def proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] = ()) -> Proposal:
-    """Candidates and refusals together."""
+    """Return candidates and refusals as one proposal."""
     return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
 
 

@@ -144,7 +144,7 @@ def slowdowns_table(analysis: Analysis) -> FigureTable:
 
 
 def operators_table(analysis: Analysis) -> FigureTable:
-    """Operators by time, as a mean over ranks."""
+    """Return the table of operators by time, as a mean over ranks."""
     rows: dict[tuple[str, str, str], list[OperatorRow]] = {}
     for rank in analysis.ranks:
         for row in rank.operators:

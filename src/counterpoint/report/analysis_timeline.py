@@ -142,7 +142,7 @@ def _shown_us(rank: RankAnalysis) -> float:
 
 
 def _told(analysis: Analysis, most: int) -> set[tuple[int, float]]:
-    """Rank and start of the intervals whose evidence the page holds: the longest."""
+    """Return rank and start of the intervals whose evidence the page holds: the longest."""
     shown = [each for rank in analysis.ranks for each in shown_intervals(analysis, rank)]
     shown.sort(key=lambda each: -each.duration_us)
     return {(each.rank, each.start_us) for each in shown[:most]}

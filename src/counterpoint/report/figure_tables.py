@@ -63,7 +63,7 @@ def text_column(name: str, *, is_detail: bool = False) -> FigureColumn:
 
 
 def figure_columns(kind: Kind, *names: str, is_detail: bool = False) -> tuple[FigureColumn, ...]:
-    """Columns of one kind of figure."""
+    """Return columns of one kind of figure."""
     return tuple(FigureColumn(name=name, kind=kind, is_detail=is_detail) for name in names)
 
 

@@ -53,7 +53,7 @@ def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measu
 
 
 def _shrunk(measured: list[Measurement], room: int) -> list[int]:
-    """Widths that fit: the widest column gives way first, and none beyond its longest word."""
+    """Return widths that fit: the widest column gives way first, and none beyond its longest word."""
     widths = [min(each.maximum, max(room, each.minimum)) for each in measured]
     while sum(widths) > room:
         widest = max((place for place, each in enumerate(measured) if widths[place] > each.minimum), key=widths.__getitem__)

@@ -82,7 +82,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], colors: Colors = LIGHT) ->
 
 
 def _rows(timeline: Timeline, top: float, scale: float, colors: Colors) -> str:
-    """Computation, and communication below it."""
+    """Draw computation, and communication below it."""
     intervals = timeline.of_rank(timeline.ranks()[0])
     start_us = min(interval.start_us for interval in intervals)
     computation, communication = (
@@ -132,7 +132,7 @@ def _legend(colors: Colors) -> str:
 
 
 def _axis(top: float, longest_us: float, scale: float, colors: Colors) -> str:
-    """Ticks at round times."""
+    """Draw ticks at round times."""
     step_us = next(
         times * 10.0**power
         for power in range(-3, 12)

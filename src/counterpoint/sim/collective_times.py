@@ -29,15 +29,15 @@ class RankGroup(Value, frozen=True, kw_only=True):
     stride: int = 1
 
     def num_local(self, gpus_per_node: int) -> int:
-        """Members in one node."""
+        """Return the number of members in one node."""
         return min(self.size, max(1, gpus_per_node // self.stride))
 
     def num_nodes(self, gpus_per_node: int) -> int:
-        """Nodes that have members."""
+        """Return the number of nodes that have members."""
         return math.ceil(self.size / self.num_local(gpus_per_node))
 
     def span(self, gpus_per_node: int) -> int:
-        """Neighboring nodes from the first member to the last."""
+        """Return the number of neighboring nodes from the first member to the last."""
         return math.ceil(((self.size - 1) * self.stride + 1) / gpus_per_node)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
