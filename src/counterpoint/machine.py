@@ -16,7 +16,17 @@ from counterpoint.display import html_table, shortened
 from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.links import Link
 from counterpoint.units import format_bytes, format_rate
-from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
+from counterpoint.value import (
+    Value,
+    check_toml_name,
+    read_shipped,
+    read_toml,
+    require,
+    save_text,
+    save_toml,
+    shipped_names,
+    shipped_text,
+)
 
 # Operand types of a matrix multiplication. tf32 is stored as fp32, and the matrix units round it. fp32 is not rounded,
 # as in PyTorch unless `torch.backends.cuda.matmul.fp32_precision` is set.
@@ -303,11 +313,7 @@ def load_machine(name_or_path: Path | str) -> Machine:
 
 def check_machine_path(path: Path) -> None:
     """Raise `MachineError` for a path that `load_machine` would read as a name."""
-    require(
-        path.suffix.lower() == ".toml",
-        MachineError,
-        f"The path of a machine file must end in .toml; found '{path}'. Rename it.",
-    )
+    check_toml_name(path, "machine", MachineError)
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError, require_kind, shown, shown_path
+from counterpoint.errors import StepError, WorkloadError, require_kind, shown
 from counterpoint.footprints import known_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
-from counterpoint.value import read_shipped, read_toml, require, save_text, shipped_names, shipped_text
+from counterpoint.value import check_toml_name, read_shipped, read_toml, require, save_text, shipped_names, shipped_text
 from counterpoint.workloads.description import (
     CollectiveEntry,
     CopyEntry,
@@ -74,11 +74,7 @@ def workload_text(name_or_path: Path | str) -> str:
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
     """Write a workload's file as a template for a user's own. Raises `WorkloadError`, also if `path` has no .toml suffix."""
-    require(
-        Path(path).suffix.lower() == ".toml",
-        WorkloadError,
-        f"The path of a workload file must end in .toml; found '{shown_path(path)}'. Rename it.",
-    )
+    check_toml_name(Path(path), "workload", WorkloadError)
     save_text(path, TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD), "workload", WorkloadError)
 
 
