@@ -62,11 +62,11 @@ def reading(show: Callable[[str], None], source: Path | str) -> Callable[[int, i
     return lambda done, size: show(f"reading {name}" + (f": {format_percent(done / size)}" if size else ""))
 
 
-def new_console() -> Console:
-    """Return the console for reports: standard output, never narrower than `MIN_WIDTH` columns."""
-    file = None if sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
+def new_console(*, stderr: bool = False) -> Console:
+    """Return the console for reports, on standard output or `stderr`, never narrower than `MIN_WIDTH` columns."""
+    file = None if stderr or sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
     # no markup, no emoji: names of kernels and files hold brackets and colons
-    console = Console(file=file, soft_wrap=False, markup=False, emoji=False)
+    console = Console(file=file, stderr=stderr, soft_wrap=False, markup=False, emoji=False)
     console.width = max(MIN_WIDTH, console.width)
     return console
 
