@@ -134,7 +134,7 @@ def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Tr
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
             trial = attempt(step, machine, Simulator(), candidate)
-            yield msgspec.structs.replace(trial, directives=DurableMatches(step).directives(trial.directives))
+            yield replace(trial, directives=DurableMatches(step).directives(trial.directives))
 
 
 def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:
