@@ -89,7 +89,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
         earlier = _prefetched(step, main, gathers)
         if earlier != step:
             yield PREFETCH, earlier
-    for buckets in _bucket_runs(step, main):
+    if buckets := _buckets(step, main):
         yield LARGER_BUCKETS, _merged(step, buckets)
         halves = _halved(step, main, buckets)
         if halves != step:
@@ -185,9 +185,9 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
     return sorted(part)
 
 
-def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
-    """Yield the longest run of all-reduces in which no operation waits for one before the next is issued, as with
-    gradient buckets.
+def _buckets(step: Step, main: int) -> list[int]:
+    """Return the longest run of all-reduces in which no operation waits for one before the next is issued, as with
+    gradient buckets; none if it has fewer than `LEAST_BUCKETS`.
     """
     reductions = [n for n in _beside(step, main, "all_reduce") if step.collective(n).num_bytes >= LEAST_BUCKET_BYTES]
     first_use: dict[int, int] = {}
@@ -202,8 +202,7 @@ def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
         else:
             runs.append([number])
     longest = max(runs, key=len, default=[])
-    if len(longest) >= LEAST_BUCKETS:
-        yield longest
+    return longest if len(longest) >= LEAST_BUCKETS else []
 
 
 def _are_alike(step: Step, one: int, other: int) -> bool:
