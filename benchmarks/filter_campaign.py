@@ -21,7 +21,8 @@ from tests.helpers.build_filter import SANITIZERS, Built, build_preloaded, build
 
 from benchmarks.conditions import store
 from counterpoint.errors import LaunchFilterError
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
+from counterpoint.launch_filter.rules import FilterRule
 
 SOURCE = Path(__file__).with_name("filter_campaign.c")
 LAUNCHES, SANITIZED_LAUNCHES = 10_000_000, 1_500_000
@@ -84,7 +85,7 @@ def swap_until_it_ends(program: "subprocess.Popen[str]", directory: Path, chosen
     while program.poll() is None and time.monotonic() < deadline:
         time.sleep(SWAP_EVERY_S)
         with suppress(LaunchFilterError):  # it is being made
-            block = block or ControlBlock.open(own)
+            block = block or ControlBlock(own)
         if block is not None:
             block.swap(random_table(chosen))
             num_swaps += 1

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from counterpoint.launch_filter.control_block import FilterRule
 from counterpoint.launch_filter.prebuilt import OLDEST_GLIBC, build_for_wheel, newest_glibc
+from counterpoint.launch_filter.rules import FilterRule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import build_filter

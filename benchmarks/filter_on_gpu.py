@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import RESULTS
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
 from counterpoint.launch_filter.library import filter_library
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.measurement.orders import Rounds, draw_seed
 from counterpoint.plan import LEAVE_IT
 from counterpoint.supervised.environment import job_environment
@@ -52,7 +53,7 @@ class Job:
         self._values.add_(1)
         torch.cuda.synchronize()
         folder = os.environ.get(DIRECTORY_VARIABLE)
-        self._block = ControlBlock.open(Path(folder) / f"{os.getpid()}.block") if folder else None
+        self._block = ControlBlock(Path(folder) / f"{os.getpid()}.block") if folder else None
         self._changed = dict.fromkeys(RULES, 0)
         self._num_launches = 1
 

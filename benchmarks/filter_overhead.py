@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.helpers.build_filter import Built, build_preloaded, environment
 
 from benchmarks.conditions import store
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule, block_paths
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, block_paths
+from counterpoint.launch_filter.rules import FilterRule
 
 PAIRS = 9
 ROUNDS = 15  # as filter_client.c runs them
@@ -37,7 +38,7 @@ def nanoseconds(built: Built, directory: Path | None, kernel: str) -> float:
 def check_counts(directory: Path, rules: tuple[FilterRule, ...]) -> None:
     """The filter counted every launch that was timed, and changed what it was told to."""
     (path,) = block_paths(directory)
-    block = ControlBlock.open(path)
+    block = ControlBlock(path)
     state = block.state()
     block.close()
     assert state.num_launches == ROUNDS * LAUNCHES, state

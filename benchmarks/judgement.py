@@ -77,7 +77,7 @@ def bimodal(sigma: float, drawn: random.Random) -> Callable[[], float]:
 
 
 def periodic(period: int, drawn: random.Random) -> Callable[[], float]:
-    """Every so manieth step 4 to 100 % longer, at a random phase."""
+    """Make one step in `period` 4 to 100 % longer, at a random phase."""
     number, phase, extra = [0], drawn.randrange(period), drawn.choice((0.04, 0.12, 0.2, 0.5, 1.0))
 
     def step() -> float:

@@ -21,6 +21,7 @@ from benchmarks.on_gpus import join, largest, log, run_and_leave, save
 from benchmarks.ops_copies import Copies
 from benchmarks.ops_timing import time_interleaved
 from counterpoint.cuda.driver import check
+from counterpoint.measurement.values import half_width
 
 SIZES = (  # rows, columns, inner
     (4096, 4096, 4096),
@@ -115,6 +116,7 @@ def contention(sizes: Sizes, burst_us: float, copies: Copies) -> dict[str, objec
     medians = dict(zip(medians, largest(list(medians.values())), strict=True))
     matmul, copy = (medians[f"{name} alone"][place] for place, name in enumerate(("matmuls", "copies")))
     beside, beside_copy = medians["matmuls beside copies"], medians["copies beside matmuls"]
+    covered_us = [matmuls_us for matmuls_us, _ in found["matmuls beside copies"]]
     result = {
         "loss": "contention",
         "sizes_m_n_k": sizes,
@@ -127,7 +129,7 @@ def contention(sizes: Sizes, burst_us: float, copies: Copies) -> dict[str, objec
         "copies_alone_gb_per_s": round(num_copies * COPY_BYTES / copy / 1e3, 1),
         "copies_beside_over_alone": round(beside_copy[1] / copy, 4),
         "is_copy_covered": beside_copy[0] >= beside_copy[1],
-        "spread": round(_spread([first for first, _ in found["matmuls beside copies"]]), 4),
+        "spread": round(half_width(covered_us) / statistics.median(covered_us), 4),
     }
     log(" ".join(f"{name} {value}" for name, value in result.items() if name != "loss"))
     return result
@@ -154,12 +156,6 @@ def _burst(operands: Operands, copies: Copies, counts: tuple[int, int]) -> tuple
     current.wait_stream(side)
     torch.cuda.synchronize()
     return 1000 * start.elapsed_time(multiplied), 1000 * start.elapsed_time(copied)
-
-
-def _spread(values: list[float]) -> float:
-    """Half the interquartile range over the median."""
-    quarters = statistics.quantiles(values, n=4)
-    return (quarters[2] - quarters[0]) / 2 / statistics.median(values)
 
 
 def main() -> None:

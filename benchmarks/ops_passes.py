@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
 from benchmarks.ops_shapes import Shape, shapes_named
 from counterpoint.errors import ScheduleError
+from counterpoint.measurement.values import half_width
 from counterpoint.ops.call_timer import open_call_timer
 from counterpoint.ops.runtime import Runtime, runtime_of_group
 from counterpoint.ops.schedule_benchmark import ScheduleBenchmark, request_for
@@ -93,8 +94,8 @@ def run_case(runtime: Runtime, problem: Problem, direction: Pass, arguments: arg
 
 
 def _summary(times_us: list[float]) -> dict[str, float]:
-    quarters, median_us = statistics.quantiles(times_us, n=4), statistics.median(times_us)
-    return {"median_us": round(median_us, 2), "spread": round((quarters[2] - quarters[0]) / 2 / median_us, 4)}
+    median_us = statistics.median(times_us)
+    return {"median_us": round(median_us, 2), "spread": round(half_width(times_us) / median_us, 4)}
 
 
 def main() -> None:

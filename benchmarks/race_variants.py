@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from benchmarks.on_gpus import largest, shared_rounds
 from counterpoint.controls import Control, HeadStart, Priority
-from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, RuleCounters, SeenFunction, rules_of
+from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, SeenFunction
+from counterpoint.launch_filter.rules import FilterRule, rules_of
 from counterpoint.measurement.values import Measurement, summarize_rounds
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.candidates import HOLDS_US
@@ -96,7 +97,7 @@ class Race:
         for group in self.groups.values():  # both communicators come into being here
             dist.all_reduce(torch.ones(1, device="cuda"), group=group)
         torch.cuda.synchronize()
-        self._block = ControlBlock.open(block_path)
+        self._block = ControlBlock(block_path)
         state = self._block.state()
         assert state.driver == "cuda", state.problem or "the filter has met no driver in this process"
         assert any("nccl" in seen.name for seen in state.functions), "the filter has not seen NCCL's launches"

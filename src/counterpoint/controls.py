@@ -98,7 +98,7 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
         )
 
     def describe(self) -> str:
-        """As in "cap of 2 CTAs per SM (...)"."""
+        """Return words such as "cap of 2 CTAs per SM (...)"."""
         carveout = f", carveout {self.carveout_percent} %" if self.carveout_percent >= 0 else ""
         how = f"{self.dynamic_shared_bytes:,} B of shared memory{carveout}"
         return f"cap of {format_count(self.ctas_per_sm, 'CTA')} per SM ({how})"
@@ -117,7 +117,7 @@ class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
         )
 
     def describe(self) -> str:
-        """As in "priority -5"."""
+        """Return words such as "priority -5"."""
         return f"priority {self.priority}"
 
 
@@ -148,7 +148,7 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
         )
 
     def describe(self) -> str:
-        """As in "at most 8 CTAs of 256 threads"."""
+        """Return words such as "at most 8 CTAs of 256 threads"."""
         threads = f" of {self.num_threads} threads" if self.num_threads else ""
         return f"at most {format_count(self.max_ctas, 'CTA')}{threads}"
 
@@ -177,7 +177,7 @@ class Transport(AbstractControl, frozen=True, kw_only=True, tag="transport"):
     transport: TransportKind
 
     def describe(self) -> str:
-        """As in "transport copy_engine"."""
+        """Return words such as "transport copy_engine"."""
         return f"transport {self.transport}"
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
@@ -209,7 +209,7 @@ class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"
         )
 
     def describe(self) -> str:
-        """As in "light kernel of 64 CTAs"."""
+        """Return words such as "light kernel of 64 CTAs"."""
         return f"light kernel of {format_count(self.num_ctas, 'CTA')}"
 
 
@@ -232,7 +232,7 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
     schedule: ScheduleDescription | None = None
 
     def describe(self) -> str:
-        """As in "overlap with its matmul, ring, 2 pieces"."""
+        """Return words such as "overlap with its matmul, ring, 2 pieces"."""
         return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
@@ -260,7 +260,7 @@ class OwnStream(AbstractControl, frozen=True, kw_only=True, tag="own_stream"):
     )
 
     def describe(self) -> str:
-        """As in "a separate stream"."""
+        """Return words such as "a separate stream"."""
         return "a separate stream"
 
 
@@ -275,7 +275,7 @@ class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
         )
 
     def describe(self) -> str:
-        """As in "head start 5 us"."""
+        """Return words such as "head start 5 us"."""
         return f"head start {self.hold_us:g} us"
 
 
@@ -289,7 +289,7 @@ class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_sched
     schedule: ScheduleDescription
 
     def describe(self) -> str:
-        """As in "copy schedule ring, 2 pieces"."""
+        """Return words such as "copy schedule ring, 2 pieces"."""
         return f"copy schedule {self.schedule.label()}"
 
 

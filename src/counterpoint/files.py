@@ -27,17 +27,15 @@ SILENCE_S = 10.0
 REMEDY = "copy or record it again"  # for a damaged file
 
 
-def read_limited(
-    path: Path | str, error: type[CounterpointError], remedy: str, *, most: int = MAX_TEXT_BYTES, is_unpacked: bool = False
-) -> bytearray:
-    """Return the bytes of a file or pipe without a byte-order mark; with `is_unpacked`, gzip is unpacked.
+def read_limited(path: Path | str, error: type[CounterpointError], remedy: str) -> bytearray:
+    """Return the bytes of a file or pipe without a byte-order mark.
 
     Raises `error`, one line that ends with `remedy` ("give a .toml file"), if the file cannot be read, is a device, or
-    is larger than `most` bytes.
+    is larger than `MAX_TEXT_BYTES`.
     """
     raw = bytearray()
     try:
-        for piece in read_pieces(path, error, remedy, most=most, is_unpacked=is_unpacked):
+        for piece in read_pieces(path, error, remedy, most=MAX_TEXT_BYTES, is_unpacked=False):
             raw += piece
     except MemoryError as problem:
         raise error(f"{shown_path(path)} is too large for the memory of this machine; {remedy}.") from problem
@@ -49,11 +47,12 @@ def read_pieces(
     error: type[CounterpointError],
     remedy: str,
     *,
-    most: int = MAX_TEXT_BYTES,
-    is_unpacked: bool = False,
+    most: int,
+    is_unpacked: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[bytes]:
-    """Yield the bytes of a file or pipe piece by piece in bounded memory; with `is_unpacked`, gzip is unpacked.
+    """Yield the bytes of a file or pipe, `most` at most, piece by piece in bounded memory; with `is_unpacked`, gzip is
+    unpacked.
 
     `on_progress` gets the number of bytes read from the file as stored, and the file's size (0 for a pipe). Raises what
     `read_limited` raises, after the pieces that came before. For damaged gzip the cause is the decoder's own error.

@@ -31,7 +31,7 @@ class KnownFootprint(Value, frozen=True, kw_only=True):
     source: str
 
     def describe(self) -> str:
-        """As in "NCCL 2.27 to 2.29: 24 CTAs of 544 threads x 96 registers, 103,808 bytes each, clusters of 4"."""
+        """Return words such as "NCCL 2.27 to 2.29: 24 CTAs of 544 threads x 96 registers, 103,808 bytes each"."""
         cluster = f", clusters of {self.ctas_per_cluster}" if self.ctas_per_cluster > 1 else ""
         return (
             f"{self.library.upper()} {self.versions}: {self.num_ctas} CTAs of {self.threads_per_cta} threads x "
@@ -74,11 +74,6 @@ def known_footprint(library: str, compute_capability: str) -> KnownFootprint:
         f"No footprint is known for {library} kernels on compute capability {compute_capability}. "
         f"Give the collective a footprint, or use one of: {libraries}."
     )
-
-
-def usual_footprint(library: str, compute_capability: str) -> Footprint:
-    """The entry of `known_footprint` as a launch; raises as it does."""
-    return known_footprint(library, compute_capability).footprint()
 
 
 def communication_footprint(gpu: Gpu, library: str) -> Footprint:

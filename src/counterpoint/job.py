@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, StepError, WorkloadError, shown, shown_path
-from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
 from counterpoint.plan import load_plan
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Step
@@ -20,7 +20,6 @@ from counterpoint.traces.formats import SUFFIXES_IN_WORDS, is_trace
 from counterpoint.value import Value
 from counterpoint.workloads import load_workload, workload_names
 
-DEFAULT_MACHINE = "h200"
 LEAVE_OUT = "Leave --machine out"
 
 
@@ -119,7 +118,7 @@ def _check_text(source: str) -> None:
         ) from problem
 
 
-def job_of(traced: TracedStep, machine_name: str | None = None, instead: str = LEAVE_OUT) -> Job:
+def job_of(traced: TracedStep, machine_name: str | None, instead: str = LEAVE_OUT) -> Job:
     """Return the job of a traced step; machine and errors as in `load_job`."""
     device = traced.step.device_name
     if machine_name is not None:

@@ -16,7 +16,17 @@ from counterpoint.display import html_table, shortened
 from counterpoint.errors import MachineError, require_kind, shown
 from counterpoint.links import Link
 from counterpoint.units import format_bytes, format_rate
-from counterpoint.value import Value, read_shipped, read_toml, require, save_text, save_toml, shipped_names, shipped_text
+from counterpoint.value import (
+    Value,
+    check_toml_name,
+    read_shipped,
+    read_toml,
+    require,
+    save_text,
+    save_toml,
+    shipped_names,
+    shipped_text,
+)
 
 # Operand types of a matrix multiplication. tf32 is stored as fp32, and the matrix units round it. fp32 is not rounded,
 # as in PyTorch unless `torch.backends.cuda.matmul.fp32_precision` is set.
@@ -29,6 +39,7 @@ LEAST_ABSURD_FIGURE = 1e18
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
+DEFAULT_MACHINE = "h200"
 MAX_NAME = 200  # most letters of a name or a title
 # How a vendor names its compute capabilities: a regular expression, and an example
 CAPABILITIES = MappingProxyType({"nvidia": (r"[0-9]{1,2}\.[0-9]{1,2}", "9.0"), "amd": (r"gfx[0-9a-f]{3,5}", "gfx942")})
@@ -130,7 +141,7 @@ class Gpu(Value, frozen=True, kw_only=True):
         return self.vendor == "nvidia"
 
     def matmul_rates(self) -> dict[ElementType, float]:
-        """Peak operations per second of matrix multiplications, by the types that the GPU has."""
+        """Return the peak operations per second of matrix multiplications, by the types that the GPU has."""
         rates: dict[ElementType, float | None] = {
             "bf16": self.bf16_flops_per_s,
             "fp16": self.fp16_flops_per_s,
@@ -278,7 +289,7 @@ def usual_element_type(element_bytes: int) -> ElementType:
 
 
 def machine_names() -> list[str]:
-    """Names of the shipped machines, sorted."""
+    """Return the names of the shipped machines, sorted."""
     return shipped_names("machines")
 
 
@@ -302,11 +313,7 @@ def load_machine(name_or_path: Path | str) -> Machine:
 
 def check_machine_path(path: Path) -> None:
     """Raise `MachineError` for a path that `load_machine` would read as a name."""
-    require(
-        path.suffix.lower() == ".toml",
-        MachineError,
-        f"The path of a machine file must end in .toml; found '{path}'. Rename it.",
-    )
+    check_toml_name(path, "machine", MachineError)
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:

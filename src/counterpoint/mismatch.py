@@ -138,7 +138,7 @@ def _inside(document: Any, step: str | int) -> object:
 
 
 def _alternatives(kind: inspect.Type, document: object) -> Iterator[inspect.Type]:
-    """Return the members of a union, without those that the document's tag rules out."""
+    """Yield the members of a union, without those that the document's tag rules out."""
     members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     structs = [member for member in members if isinstance(member, inspect.StructType)]
     tagged = [member for member in structs if isinstance(document, dict) and document.get(member.tag_field) == member.tag]

@@ -20,8 +20,8 @@ from counterpoint.errors import PlanError, require_kind, shown
 from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
-from counterpoint.units import format_count, format_exact_bytes, format_numbers
-from counterpoint.value import Value, read_toml, require, save_toml
+from counterpoint.units import format_count, format_exact_bytes, format_numbered, format_numbers
+from counterpoint.value import Value, check_toml_name, read_toml, require, save_toml
 
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
@@ -103,7 +103,7 @@ class Match(Value, frozen=True, kw_only=True):
             words += f" in process group {self.process_group}"
         for what, numbers in (("number", self.ordinals), ("operation", self.operations)):
             if numbers is not None:
-                words += f", {what}{'s' * (len(numbers) != 1)} {format_numbers(numbers, most_shown)}"
+                words += f", {format_numbered(what, numbers, most_shown)}"
         return words
 
 
@@ -267,9 +267,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def check_plan_name(path: Path) -> None:
     """Raise `PlanError` for a file whose name does not say that it is TOML: it might be a trace, which would be lost."""
-    require(
-        path.suffix.lower() == ".toml", PlanError, f"A plan file must end in .toml; found '{shown(path.name)}'. Rename it."
-    )
+    check_toml_name(path, "plan", PlanError)
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Protocol, final
 
 from counterpoint.errors import DeviceError
+from counterpoint.units import format_numbered
 
 # The variables that launchers set in each process: torchrun and Ray Train, Open MPI, PMIx, MPICH and Intel MPI, MVAPICH,
 # Slurm. The launch filter (block.c) reads the same names. Slurm's are last, because under `srun torchrun` they count
@@ -70,7 +71,7 @@ class LocalStore:
             return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return len(self._values)
 
 
@@ -125,7 +126,7 @@ class Exchange:
             raise RankLostError(NO_STORE) from problem
 
     def keys_of_round(self, number: int) -> list[str]:
-        """The keys of a round, by rank."""
+        """Return the keys of a round, by rank."""
         return [f"{number}/{rank}" for rank in range(self.num_ranks)]
 
     def _who_is_gone(self, keys: Sequence[str], what: str) -> RankLostError:
@@ -202,7 +203,7 @@ def describe_gone(missing: Sequence[int], what: str, limit: str) -> str:
 
 def _gone(missing: Sequence[int], what: str, limit: str) -> tuple[str, str]:
     """Return what happened, and whose output tells more."""
-    names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}" if missing else "a rank"
+    names = format_numbered("rank", missing) if missing else "a rank"
     whose = "its" if len(missing) == 1 else "their" if missing else "the other ranks'"
     return f"{names} did not reach {what} within {limit}, or ended", whose
 

@@ -1,4 +1,4 @@
-"""Unions of time spans, in whole nanoseconds or picoseconds: sums are exact and independent of order."""
+"""Unions of spans in whole units, such as nanoseconds or rows: sums are exact and independent of order."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> int:
-    """Total of disjoint spans."""
+    """Return the total length of disjoint spans."""
     return sum(end - start for start, end in spans)
 
 

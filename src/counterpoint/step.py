@@ -264,6 +264,18 @@ class Step(Value, frozen=True, kw_only=True):
                 f"{len(self.operations) - 1}.",
             )
 
+    def kernel(self, number: int) -> Kernel:
+        """Return the operation of this number, which must be a kernel."""
+        operation = self.operations[number]
+        assert isinstance(operation, Kernel), f"operation {number} is a {operation.kind}"
+        return operation
+
+    def collective(self, number: int) -> Collective:
+        """Return the operation of this number, which must be a collective."""
+        operation = self.operations[number]
+        assert isinstance(operation, Collective), f"operation {number} is a {operation.kind}"
+        return operation
+
     def fingerprint(self) -> str:
         """Return sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with
         times.

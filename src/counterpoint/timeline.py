@@ -55,11 +55,11 @@ class Timeline(Value, frozen=True, kw_only=True):
         require(bool(self.intervals), StepError, f"The timeline of '{shown(self.step_name)}' is empty.")
 
     def ranks(self) -> list[int]:
-        """The ranks that appear, ascending."""
+        """Return the ranks that appear, ascending."""
         return sorted({interval.rank for interval in self.intervals})
 
     def of_rank(self, rank: int) -> tuple[Interval, ...]:
-        """The intervals of one rank."""
+        """Return the intervals of one rank."""
         return tuple(interval for interval in self.intervals if interval.rank == rank)
 
     def _contents(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 PS_PER_US = 1_000_000
+NS_PER_US = 1_000
 US_PER_S = 1_000_000.0
 KIB = 1 << 10
 MIB = 1 << 20
@@ -73,6 +74,12 @@ def format_numbers(numbers: Iterable[int], most_shown: int | None = None) -> str
     if most_shown is not None and len(ranges) > most_shown:
         ranges = [*ranges[:most_shown], f"... ({len(ordered)} in all)"]
     return ", ".join(ranges)
+
+
+def format_numbered(noun: str, numbers: Iterable[int], most_shown: int | None = None) -> str:
+    """Print numbers, as `format_numbers` does, behind their noun: "rank 3", "ranks 0-3, 6"."""
+    found = set(numbers)
+    return f"{noun}{'s' * (len(found) != 1)} {format_numbers(found, most_shown)}"
 
 
 def format_percent(fraction: float) -> str:

@@ -95,6 +95,15 @@ def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -
     return f"{place}: {cause}" if place and not str(cause).startswith(place) else str(cause)
 
 
+def check_toml_name(path: Path, what: str, error: type[CounterpointError]) -> None:
+    """Raise `error` for a file of kind `what` whose name does not say that it is TOML."""
+    require(
+        path.suffix.lower() == ".toml",
+        error,
+        f"A {what} file must end in .toml; found '{shown_path(path.name)}'. Rename it.",
+    )
+
+
 def shipped_names(folder: str) -> list[str]:
     """Return the names of the TOML files in a folder of this package, sorted."""
     return sorted(file.stem for file in PACKAGE.joinpath(folder).glob("*.toml"))

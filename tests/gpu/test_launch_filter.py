@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule, FilterState, block_paths
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState, block_paths
 from counterpoint.launch_filter.library import filter_library
+from counterpoint.launch_filter.rules import FilterRule
 
 # What a training step uses: ATen, cuBLAS, cuDNN or flash attention, Triton through torch.compile, a CUDA graph.
 JOB = """
@@ -24,7 +25,7 @@ def census():
     folder = os.environ.get("COUNTERPOINT_FILTER_DIRECTORY")
     if not folder:
         return Counter()
-    block = ControlBlock.open(Path(folder) / f"{os.getpid()}.block")
+    block = ControlBlock(Path(folder) / f"{os.getpid()}.block")
     state = block.state()
     block.close()
     return Counter({"all": state.num_launches}) + Counter({seen.name: seen.num_launches for seen in state.functions})
@@ -80,7 +81,7 @@ def run_job(folder: Path, rules: list[FilterRule] | None) -> tuple[dict[str, obj
     answers = json.loads(ended.stdout.splitlines()[-1])
     states = []
     for path in block_paths(directory):
-        block = ControlBlock.open(path)
+        block = ControlBlock(path)
         states.append(block.state())
         block.close()
     return answers, max(states, key=lambda state: state.num_launches) if states else None

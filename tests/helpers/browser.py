@@ -1,6 +1,5 @@
 """Headless Chromium over its debugging pipe, with the standard library alone: pages tested as people use them."""
 
-import base64
 import contextlib
 import json
 import os
@@ -134,8 +133,3 @@ class Browser:
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """A mouse event: "Moved", "Pressed", "Released", "Wheel"."""
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
-
-    def screenshot(self, path: Path, *, is_whole: bool = False) -> None:
-        """What is seen, or the whole page, as PNG."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)
-        path.write_bytes(base64.b64decode(shot["data"]))

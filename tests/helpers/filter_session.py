@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule, FilterState, block_paths
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState, block_paths
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, environment
 
 END_LIMIT_S = 60
@@ -123,7 +124,7 @@ class Session:
         """The client's control block, once it has launched."""
         if self._block is None:
             assert self.directory is not None
-            self._block = ControlBlock.open(self.directory / f"{self._process.pid}.block")
+            self._block = ControlBlock(self.directory / f"{self._process.pid}.block")
         return self._block
 
     def state(self) -> FilterState:

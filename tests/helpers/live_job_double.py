@@ -14,7 +14,8 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
+from counterpoint.launch_filter.control_block import FilterState, RuleCounters, SeenFunction
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.ranks import Exchange, LocalStore
 from counterpoint.supervised.messages import Decision
 from counterpoint.supervised.running_job import AbstractStepClock, JobGpu, LiveJob

@@ -9,7 +9,7 @@ import pytest
 
 from counterpoint import Simulator, load_machine, load_workload
 from counterpoint.cli.calibrate import SAVED_S, _Record
-from counterpoint.cuda.probes.gpu_state import GpuState, check_alone, check_unthrottled
+from counterpoint.cuda.nvml import GpuState, check_alone, check_unthrottled
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Machine, machine_for_device

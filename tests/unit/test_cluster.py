@@ -21,7 +21,7 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.report.cluster import assumptions
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
-from counterpoint.sim.collective_times import RankGroup, times_on
+from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Cluster, Fabric, Level
 from counterpoint.step import Collective
 
@@ -41,6 +41,10 @@ def configuration(num_nodes: int = 2, *, batch: int = 64, layers: int = 8, **par
     return Configuration(fabric=fabric(num_nodes), model=model, training=training, **parts)  # type: ignore[arg-type]
 
 
+def times_of(found: Configuration) -> CollectiveTimes:
+    return CollectiveTimes(fabric=found.fabric, calibration=calibration_of(found))
+
+
 @pytest.mark.parametrize("source", ["examples/traces/fsdp2.rank0.json.gz", "examples/traces/tp.rank0.json.gz", "cb_ar_opt1"])
 def test_a_cluster_of_one_node_is_the_single_node_simulator(source: str) -> None:
     job = load_job(str(ROOT / source) if "/" in source else source, "h200")
@@ -53,11 +57,11 @@ def test_a_cluster_of_one_node_is_the_single_node_simulator(source: str) -> None
 
 def test_collectives_of_a_model_on_one_node_are_left_to_the_single_node_simulator() -> None:
     found = configuration(1, parallelism=Parallelism(tensor=8, is_sequence_parallel=True))
-    step = pass_step(found, times_on(found.fabric, calibration_of(found)), PassKind(direction="forward"), 2)
+    step = pass_step(found, times_of(found), PassKind(direction="forward"), 2)
     assert all(each.lone_us is None for each in step.operations)
     assert calibration_of(found) == load_calibration(found.fabric.machine)
     several = configuration(2, parallelism=Parallelism(tensor=8, is_sequence_parallel=True))
-    same = pass_step(several, times_on(several.fabric, calibration_of(several)), PassKind(direction="forward"), 2)
+    same = pass_step(several, times_of(several), PassKind(direction="forward"), 2)
     simulator = Simulator()
     ends = [simulator.run(each, found.fabric.machine, LEAVE_IT).intervals[-1].end_us for each in (step, same)]
     assert ends[1] == pytest.approx(ends[0], rel=1e-6)  # tensor groups stay inside their nodes
@@ -65,7 +69,7 @@ def test_collectives_of_a_model_on_one_node_are_left_to_the_single_node_simulato
 
 def test_folding_layers_equals_simulating_all_of_them() -> None:
     found = configuration(2, layers=6, parallelism=Parallelism(sharding="full"))
-    times = times_on(found.fabric, calibration_of(found))
+    times = times_of(found)
     kind = PassKind(direction="backward", is_gathering=True, is_reducing=True)
     whole, two, three = (
         max(
@@ -82,7 +86,7 @@ def test_collectives_take_no_less_than_their_rails_and_grow_with_nodes(kind: str
     last = 0.0
     for nodes in (1, 2, 8, 64):
         found = fabric(nodes)
-        times = times_on(found, load_calibration(found.machine))
+        times = CollectiveTimes(fabric=found, calibration=load_calibration(found.machine))
         group = RankGroup(size=8 * nodes)
         taken_us = times.time_us(kind, 256 * MIB, group)  # type: ignore[arg-type]
         share = {"all_reduce": 2, "all_to_all": 8}.get(kind, 1)
@@ -97,7 +101,7 @@ def test_collectives_take_no_less_than_their_rails_and_grow_with_nodes(kind: str
 
 def test_collectives_are_rings_as_nccl_has_them_and_two_levels_pay_where_the_latency_of_many_ranks_counts() -> None:
     found = {each: fabric(64, algorithm=each) for each in ("auto", "ring", "tree", "hierarchical")}
-    times = {each: times_on(own, load_calibration(own.machine)) for each, own in found.items()}
+    times = {each: CollectiveTimes(fabric=own, calibration=load_calibration(own.machine)) for each, own in found.items()}
     group = RankGroup(size=512)
     for kind in ("all_gather", "reduce_scatter"):
         small, large = ({each: own.time_us(kind, size * MIB, group) for each, own in times.items()} for size in (64, 8192))
@@ -136,7 +140,7 @@ def test_an_innermost_level_is_used_by_neighbors_and_an_outer_one_by_others() ->
         Level(name="spine", num_nodes=8, bytes_per_s=5e10, latency_us=5.0, oversubscription=4.0),
     )
     found = Cluster(name="x", machine="h100", num_nodes=8, levels=levels).load()
-    times = times_on(found, load_calibration(found.machine))
+    times = CollectiveTimes(fabric=found, calibration=load_calibration(found.machine))
     near, far = (times.time_us("all_gather", 64 * MIB, RankGroup(size=2, stride=stride)) for stride in (8, 16))
     assert far > 3 * near
 
@@ -148,19 +152,19 @@ def stage(forward: float = 1.0, backward: float = 2.0, weights: float = 1.0) -> 
 def test_pipelines_take_what_their_papers_say() -> None:
     stages, number = 4, 8
     plain = run_pipeline([[stage()]] * stages, number, 0.0, is_sending_hidden=True, kind="1f1b")
-    assert plain.end_us == pytest.approx((number + stages - 1) * 3.0)
+    assert max(plain.ends_us) == pytest.approx((number + stages - 1) * 3.0)
     halves = [[stage(0.5, 1.0, 0.5)] * 2] * stages
     interleaved = run_pipeline(halves, number, 0.0, is_sending_hidden=True, kind="interleaved")
-    assert interleaved.end_us == pytest.approx(number * 3.0 + (stages - 1) * 3.0 / 2)
+    assert max(interleaved.ends_us) == pytest.approx(number * 3.0 + (stages - 1) * 3.0 / 2)
     zero = run_pipeline([[stage()]] * stages, number, 0.0, is_sending_hidden=True, kind="zero_bubble")
     # ZB-H1's bubble is (p - 1)(F + B - W), with B without W: a third of 1F1B's here
-    assert zero.end_us == pytest.approx(number * 3.0 + (stages - 1) * 1.0)
+    assert max(zero.ends_us) == pytest.approx(number * 3.0 + (stages - 1) * 1.0)
     assert sum(zero.busy_us) == pytest.approx(stages * number * 3.0)
 
 
 def test_sends_that_block_cost_more_than_hidden_ones() -> None:
     hidden, blocking = (
-        run_pipeline([[stage()]] * 4, 16, 0.2, is_sending_hidden=each, kind="1f1b").end_us for each in (True, False)
+        max(run_pipeline([[stage()]] * 4, 16, 0.2, is_sending_hidden=each, kind="1f1b").ends_us) for each in (True, False)
     )
     assert hidden < blocking
 
@@ -227,7 +231,7 @@ def test_each_micro_batch_gathers_sharded_parameters_and_reduces_their_gradients
 @pytest.mark.parametrize("is_overlapped", [True, False])
 def test_gathers_and_reductions_of_sharded_parameters_overlap_only_if_the_file_says_so(is_overlapped: bool) -> None:
     found = behind_a_slow_network(SHARDED[0], num_micro_batches=2, overlap_data=is_overlapped)
-    times, group = times_on(found.fabric, calibration_of(found)), RankGroup(size=16)
+    times, group = times_of(found), RankGroup(size=16)
     model = found.model
     layer, embedding = model.attention_parameters + model.feed_forward_parameters, model.vocabulary * model.hidden
     network_us = 0.0

@@ -13,7 +13,7 @@ import pytest
 
 from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.launch_filter import layout
-from counterpoint.launch_filter.control_block import FilterRule, rules_of
+from counterpoint.launch_filter.rules import FilterRule, rules_of
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.traces.classify import Rule, _covers, classify_kernel, communication_patterns, load_rules
 from helpers.build_filter import Built

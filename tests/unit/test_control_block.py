@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import control_block, layout
-from counterpoint.launch_filter.control_block import ControlBlock, FilterRule, RuleCounters, block_paths, rules_of, translate
+from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, block_paths
 from counterpoint.launch_filter.library import SOURCES
-from counterpoint.launch_filter.rules import literal_pattern
+from counterpoint.launch_filter.rules import FilterRule, literal_pattern, rules_of, translate
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Step
 from counterpoint.traces.classify import communication_patterns
@@ -119,7 +119,7 @@ def test_a_table_is_read_back_as_it_was_written(rules: list[FilterRule]) -> None
 def test_a_swap_puts_another_table_in_force_and_counters_begin_anew(tmp_path: Path) -> None:
     path = tmp_path / "1.block"
     ControlBlock.write_initial(path, [FilterRule(pattern="a")])
-    block = ControlBlock.open(path)
+    block = ControlBlock(path)
     for number in range(2, 2 * layout.NUM_SLOTS + 2):
         rules = tuple(FilterRule(pattern=f"kernel{index}", priority=-1) for index in range(number % 5))
         assert block.swap(rules) == number
@@ -140,7 +140,7 @@ def test_the_counters_that_the_filter_wrote_are_those_of_their_rules(tmp_path: P
     counters = content.slots[content.generation % layout.NUM_SLOTS].counters
     counters[0].num_matched, counters[1].num_matched, counters[1].residency_found = 3, 5, 2
     path.write_bytes(bytes(content))
-    (first, matched), (second, others) = ControlBlock.open(path).rule_counters()
+    (first, matched), (second, others) = ControlBlock(path).rule_counters()
     assert (first.pattern, matched.num_matched, matched.residency_found) == ("a", 3, None)
     assert (second.pattern, others.num_matched, others.residency_found) == ("b", 5, 2)
 
@@ -150,7 +150,7 @@ def test_the_largest_table_fits_and_one_rule_or_one_byte_more_is_refused(tmp_pat
     rules = [FilterRule(pattern="x" * size)] * layout.MAX_RULES
     path = tmp_path / "1.block"
     ControlBlock.write_initial(path, rules)
-    block = ControlBlock.open(path)
+    block = ControlBlock(path)
     assert block.state().rules == tuple(rules)
     block.close()
     with pytest.raises(
@@ -172,12 +172,12 @@ def test_another_file_is_no_control_block(tmp_path: Path, content: bytes, said: 
     path = tmp_path / "1.block"
     path.write_bytes(content)
     with pytest.raises(LaunchFilterError, match=said):
-        ControlBlock.open(path)
+        ControlBlock(path)
 
 
 def test_a_missing_block_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(LaunchFilterError, match="No such file or directory; name the control block"):
-        ControlBlock.open(tmp_path / "1.block")
+        ControlBlock(tmp_path / "1.block")
     with pytest.raises(LaunchFilterError, match="free space or choose another TMPDIR"):
         ControlBlock.write_initial(tmp_path / "missing" / "initial.block", [])
 

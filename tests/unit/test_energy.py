@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from counterpoint.cuda.energy import EnergyCounter, mean_watts, watch
+from counterpoint.cuda.energy import mean_watts, open_counter, watch
 from counterpoint.errors import DeviceError
 
 
@@ -35,7 +35,7 @@ class NvmlDouble:
 
 def test_the_counter_is_that_of_the_gpu_at_this_place_and_is_read_in_joules() -> None:
     nvml = NvmlDouble()
-    assert EnergyCounter("0000:18:00.0", nvml).joules() == 5.0
+    assert open_counter("0000:18:00.0", nvml).joules() == 5.0
     assert nvml.asked_for == [b"0000:18:00.0"]
 
 
@@ -49,7 +49,7 @@ def test_the_counter_is_that_of_the_gpu_at_this_place_and_is_read_in_joules() ->
 )
 def test_a_gpu_without_a_counter_is_one_line_that_says_why(call: str, code: int, reason: str) -> None:
     with pytest.raises(DeviceError, match=reason) as refused:
-        EnergyCounter("0000:18:00.0", NvmlDouble(failing={call: code}))
+        open_counter("0000:18:00.0", NvmlDouble(failing={call: code}))
     assert str(refused.value).endswith("Leave --energy out.")
 
 
@@ -61,10 +61,10 @@ def ticks(step_s: float) -> Iterator[float]:
 
 
 def test_only_jumps_of_the_counter_are_noted() -> None:
-    counter, clock = EnergyCounter("0000:18:00.0", NvmlDouble()), ticks(0.01)
+    counter, clock = open_counter("0000:18:00.0", NvmlDouble()), ticks(0.01)
     left = iter([False] * 5 + [True])
     assert watch(counter, lambda: next(left), lambda: next(clock)) == [(0.0, 5.0)]
-    moving = EnergyCounter("0000:18:00.0", NvmlDouble(step_mj=1000))
+    moving = open_counter("0000:18:00.0", NvmlDouble(step_mj=1000))
     left = iter([False] * 3 + [True])
     assert [joules for _, joules in watch(moving, lambda: next(left), lambda: next(clock))] == [6.0, 7.0, 8.0, 9.0]
 

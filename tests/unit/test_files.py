@@ -4,13 +4,14 @@ import gzip
 import os
 import threading
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from counterpoint import files
 from counterpoint.errors import PlanError, TraceError
-from counterpoint.files import read_limited
+from counterpoint.files import read_limited, read_pieces
 from counterpoint.machine import load_machine
 from counterpoint.plan import load_plan
 from counterpoint.traces import read_trace
@@ -19,9 +20,13 @@ from counterpoint.workloads import load_workload
 from helpers.command import refusal
 
 
-def failure(path: Path | str, **limits: object) -> str:
+def unpacked(path: Path) -> bytes:
+    return b"".join(read_pieces(path, PlanError, "-", most=4 * MIB, is_unpacked=True))
+
+
+def failure(path: Path | str, read: Callable[[], object] | None = None) -> str:
     with pytest.raises(PlanError) as caught:
-        read_limited(path, PlanError, "give a .toml file", **limits)  # type: ignore[arg-type]
+        read() if read else read_limited(path, PlanError, "give a .toml file")
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")
@@ -48,11 +53,11 @@ def test_a_gzip_bomb_is_refused_early_and_in_little_memory(tmp_path: Path) -> No
 def test_the_limit_holds_for_what_is_packed_and_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = tmp_path / "a.gz"
     packed.write_bytes(gzip.compress(os.urandom(3 * MIB), mtime=0))
-    assert len(read_limited(packed, PlanError, "-", most=4 * MIB, is_unpacked=True)) == 3 * MIB
+    assert len(unpacked(packed)) == 3 * MIB
     monkeypatch.setattr(files, "MAX_PACKED_BYTES", MIB)
-    assert "compressed bytes; the limit is 1,048,576 (1 MiB)" in failure(packed, most=4 * MIB, is_unpacked=True)
+    assert "compressed bytes; the limit is 1,048,576 (1 MiB)" in failure(packed, lambda: unpacked(packed))
     dense = bomb(tmp_path / "b.gz", 16 * MIB)
-    assert "bytes or more once unpacked" in failure(dense, most=4 * MIB, is_unpacked=True)
+    assert "bytes or more once unpacked" in failure(dense, lambda: unpacked(dense))
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -82,13 +87,14 @@ def test_a_pipe_is_read_to_its_end_or_to_the_limit_or_until_it_is_silent(
         except BrokenPipeError:
             return
 
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", 100_000)
     for content in (b"verdict = 'NO_GAIN'", b"x" * 300_000):
         writer = threading.Thread(target=write, args=(content,))
         writer.start()
         if len(content) < 100_000:
-            assert read_limited(pipe, PlanError, "-", most=100_000) == content
+            assert read_limited(pipe, PlanError, "-") == content
         else:
-            assert "the limit is 100,000" in failure(pipe, most=100_000)
+            assert "the limit is 100,000" in failure(pipe)
         writer.join()
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import MachineError, StepError, WorkloadError
-from counterpoint.job import DEFAULT_MACHINE, load_job, names_function
-from counterpoint.machine import load_machine
+from counterpoint.job import load_job, names_function
+from counterpoint.machine import DEFAULT_MACHINE, load_machine
 from counterpoint.workloads import load_workload
 from helpers.trace_builder import DEVICE, small_trace
 

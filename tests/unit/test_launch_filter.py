@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import FilterRule, RuleCounters
+from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
 from helpers.filter_session import Launched, Session, run_directory
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import LaunchFilterError
-from counterpoint.launch_filter.control_block import ControlBlock, FilterRule
+from counterpoint.launch_filter.control_block import ControlBlock
 from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, FunctionRecord, SlotRecord
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 
@@ -50,7 +51,7 @@ def test_a_block_that_is_cut_short_leaves_launches_as_they_were(built: Built, tm
         with pytest.raises(LaunchFilterError, match=r"is damaged: it was cut short; start the job again"):
             client.block().swap([])
         with pytest.raises(LaunchFilterError, match=r"bytes, but a control block has"):
-            ControlBlock.open(path)
+            ControlBlock(path)
     assert client.stderr in (CUT, "")
     assert size > 100_000 or client.stderr == CUT
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterRule
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import HELPERS, Built, compile_c, environment
 from helpers.filter_session import Session, blocks_in, run_directory
 
@@ -110,7 +111,7 @@ def test_a_forked_child_has_a_block_of_its_own(built: Built, tmp_path: Path) -> 
         client.launch("capped")
         assert client.state().num_launches == 2
     for path in children:
-        block = ControlBlock.open(path)
+        block = ControlBlock(path)
         state = block.state()
         assert (f"{state.pid}.block", state.rank, state.num_launches, state.counters[0].num_capped) == (path.name, 3, 1, 1)
         block.close()
@@ -138,7 +139,7 @@ def test_a_killed_process_leaves_its_counts(built: Built, tmp_path: Path) -> Non
     with pytest.raises(AssertionError, match="ended at"):
         client.launch("capped")
     state = client.state()
-    assert (state.num_launches, state.counters[0].num_capped, state.driver_found) == (1, 1, True)
+    assert (state.num_launches, state.counters[0].num_capped, bool(state.driver)) == (1, 1, True)
     client.block().close()
 
 

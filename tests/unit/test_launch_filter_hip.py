@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import FilterRule
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, build_filter, build_for_hip
 from helpers.filter_session import Session, blocks_in, run_directory
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import FilterRule
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, compile_c, environment
 from helpers.filter_session import run_directory
 

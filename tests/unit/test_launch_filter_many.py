@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.launch_filter import layout
-from counterpoint.launch_filter.control_block import FilterRule
+from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.launch_filter.control_block import FilterRule, RuleCounters
-from counterpoint.launch_filter.rules import literal_pattern
+from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.launch_filter.rules import FilterRule, literal_pattern
 from helpers.build_filter import Built
 from helpers.filter_session import Session, run_directory
 

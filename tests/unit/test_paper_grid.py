@@ -1,6 +1,8 @@
 """The paper's grid measured on a graph in memory: its rows, what they say of each control, and that everything is freed."""
 
 import io
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 from rich.console import Console
@@ -60,11 +62,14 @@ class Bench:
 
     def measure(self) -> PaperResult:
         replays = ReplayDouble(self.overlapped, READ, clock)
-        return measure_paper(replays, H200, self.readings(), forms=self._forms(), num_rounds=4)
+        with self._forms() as forms:
+            return measure_paper(replays, H200, self.readings(), forms=forms, num_rounds=4)
 
     def measure_variants(self) -> tuple[PaperRow, ...]:
         replays = ReplayDouble(self.overlapped, READ, clock)
-        return measure_variants(replays, H200, self.readings(), forms=self._forms(), num_rounds=4)[0]
+        plans = sweep_plans(READ.step, H200)
+        with self._forms() as forms:
+            return measure_variants(replays, H200, self.readings(), plans=plans, forms=forms, num_rounds=4)[0]
 
     def readings(self) -> Readings:
         return Readings(
@@ -73,8 +78,10 @@ class Bench:
             energy=lambda executable: Energy(joules_per_step=7.0, watts=700.0),
         )
 
-    def _forms(self) -> dict[str, Variant]:
-        return {SEQUENTIAL: Variant(executable=self.in_sequence.instantiate(), is_engaged=True)}
+    @contextmanager
+    def _forms(self) -> Iterator[dict[str, Variant]]:
+        with closing(self.in_sequence.instantiate()) as executable:
+            yield {SEQUENTIAL: Variant(executable=executable, is_engaged=True)}
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
         assert isinstance(executable, ExecutableDouble)

@@ -14,7 +14,8 @@ from helpers.command import COUNTERPOINT
 LIMIT_S = 60
 DAMAGE = """
 import os, pathlib, sys
-from counterpoint.launch_filter.control_block import ControlBlock, FilterRule
+from counterpoint.launch_filter.control_block import ControlBlock
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, SlotRecord
 from ctypes import sizeof
 folder = pathlib.Path(os.environ["COUNTERPOINT_FILTER_DIRECTORY"])

@@ -13,7 +13,8 @@ from counterpoint.controls import CommunicationCtas, Control, ScheduleChoice
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.integrations.paths import PathCounts
-from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
+from counterpoint.launch_filter.control_block import FilterState, RuleCounters
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.schedule import SEQUENTIAL

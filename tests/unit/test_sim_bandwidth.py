@@ -175,14 +175,14 @@ def test_a_streaming_kernel_of_few_ctas_gains_by_the_lower_latency(ctas_per_sm: 
 def test_the_load_that_kernels_make_is_what_they_keep_in_flight_over_the_latency(
     at_low_load: float, other: float, in_flight: float
 ) -> None:
-    slowdown = MemoryLatency(at_low_load, 1.8).slowdown(in_flight, other)
+    slowdown = MemoryLatency(at_low_load=at_low_load, per_load=1.8).slowdown(in_flight, other)
     load = min(1.0, other + in_flight / slowdown)
     assert slowdown == pytest.approx(1 + at_low_load * load, rel=1e-6)
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_latency_grows_with_the_load_slowly_first(first: float, second: float) -> None:
-    latency = MemoryLatency(0.5, 1.8)
+    latency = MemoryLatency(at_low_load=0.5, per_load=1.8)
     low, high = sorted((first, second))
     assert latency.growth(low) <= latency.growth(high) <= 1.8 * high
     assert latency.growth(1.0) == pytest.approx(1.8)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.controls import Priority
-from counterpoint.launch_filter.control_block import rules_of
+from counterpoint.launch_filter.rules import rules_of
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.supervised.follower import PATIENCE_STEPS
 from counterpoint.supervised.messages import Decision

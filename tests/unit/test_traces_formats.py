@@ -1,6 +1,7 @@
 """Traces are known by their content, whatever they are called; a new format is a module and a line in one table."""
 
 import gzip
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,11 @@ def test_other_content_under_another_name_is_no_trace(tmp_path: Path, content: b
 
 
 def test_a_new_format_is_one_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def decode(path: Path, raw: bytearray) -> ActivityTrace:
-        assert raw == b"ROC\n"
-        return kineto.decode(path, bytearray(TEXT))
+    def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
+        assert b"".join(pieces) == b"ROC\n"
+        return kineto.read(path, iter([TEXT]))
 
-    line = TraceFormat(name="made up", suffixes=(".rpd",), knows=lambda head: head.startswith(b"ROC"), decode=decode)
+    line = TraceFormat(name="made up", suffixes=(".rpd",), knows=lambda head: head.startswith(b"ROC"), read=read)
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, line))
     (tmp_path / "a.bin").write_bytes(b"ROC\n")
     assert is_trace(str(tmp_path / "a.bin"))

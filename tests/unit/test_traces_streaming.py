@@ -58,7 +58,7 @@ def test_events_are_the_same_for_every_size_of_block(
 @pytest.mark.parametrize("name", ["ddp.rank0", "moe.rank0"])
 def test_a_real_trace_is_the_same_for_every_size_of_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = SHIPPED / f"{name}.json.gz"
-    whole = kineto.decode(path, bytearray(gzip.decompress(path.read_bytes())))
+    whole = kineto.read(path, iter([gzip.decompress(path.read_bytes())]))
     monkeypatch.setattr(event_stream, "BLOCK_BYTES", 50_000)
     assert read_activity(path) == whole
     assert len(whole.operators) > 10

@@ -7,11 +7,11 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 
 from counterpoint.analysis.collectives import RankCollectives
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, format_ns
 from counterpoint.analysis.values import Role
 from counterpoint.kernel_names import short_name
 from counterpoint.traces.issue import LATE_LATENCY_US
-from counterpoint.units import format_us
+from counterpoint.units import NS_PER_US
 
 LONGEST_STRETCH_NS = 1_000_000_000
 """The period described is no longer than this, also if no collective of the group came before."""
@@ -47,16 +47,12 @@ def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) ->
         busy[timed.trace.operations[other].name] += max(0, end - timed.starts[other])
         covered += max(0, end - max(timed.starts[other], reached))
         reached = max(reached, end)
-    said = f"computed for {_us(covered)} of the {_us(stretch)} since its last collective of the group"
+    said = f"computed for {format_ns(covered)} of the {format_ns(stretch)} since its last collective of the group"
     if busy:
         name, time = busy.most_common(1)[0]
-        said += f", mostly {short_name(name)} ({_us(time)})"
-    if launch is not None and 0 <= start - launch <= LATE_LATENCY_US * 1000 and launch > begin:
+        said += f", mostly {short_name(name)} ({format_ns(time)})"
+    if launch is not None and 0 <= start - launch <= LATE_LATENCY_US * NS_PER_US and launch > begin:
         wait = timed.waited_host(begin, launch)
         why = ", after it had waited for the GPU" if wait is not None else ""
-        said += f"; the host issued it only {_us(start - launch)} before it started{why}"
+        said += f"; the host issued it only {format_ns(start - launch)} before it started{why}"
     return said
-
-
-def _us(time: int) -> str:
-    return format_us(time / 1000)

@@ -28,11 +28,10 @@ from counterpoint.analysis.delays import Delay, Delays
 from counterpoint.analysis.exposure import ExposedPiece
 from counterpoint.analysis.members import is_between_gpus
 from counterpoint.analysis.roles import is_staging
-from counterpoint.analysis.timed import TimedTrace, ns_to_us
+from counterpoint.analysis.timed import TimedTrace, format_ns, ns_to_us
 from counterpoint.analysis.values import Cause, ExposedInterval, Role
 from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
-from counterpoint.units import format_us
 from counterpoint.value import Value
 
 MOST_VISITED = 64
@@ -132,7 +131,7 @@ class CauseFinder:
         cause: Cause = "dependent"
         holds: int | None = None
         ends = timed.ends[piece.operation]
-        after = format_us(max(0, timed.starts[follower] - ends) / 1000)
+        after = format_ns(max(0, timed.starts[follower] - ends))
         if piece.collective in direct:
             said = f"{kernel} needs its result and starts {after} after it ends."
         elif piece.collective in queued:
@@ -198,10 +197,10 @@ class CauseFinder:
         is_between = begun >= piece.start >= launched  # computation stopped, the collective ran, computation went on
         is_long = piece.stretch_end - launched > SHORT_GAP_NS
         if is_last and 0 <= started - ends <= RESPONSE_NS and (is_long or is_between):
-            return f"{kernel} had been launched and starts {format_us((started - ends) / 1000)} after {name} ends."
+            return f"{kernel} had been launched and starts {format_ns(started - ends)} after {name} ends."
         if is_long and self._is_of_its_graph(follower, piece):
             return (
-                f"{kernel} was launched with {name}, in one graph, and starts {format_us((started - launched) / 1000)} "
+                f"{kernel} was launched with {name}, in one graph, and starts {format_ns(started - launched)} "
                 "later: copies hold no SMs, so it waited for this copy or a peer's."
             )
         return None
@@ -217,7 +216,7 @@ class CauseFinder:
         kernel = short_name(self._timed.trace.operations[follower].name)
         wait = self._timed.waited_host(piece.start, until)
         why = "; it had waited for the GPU" if wait is not None else ""
-        said = f"The host issued the next computation, {kernel}, {format_us((until - piece.start) / 1000)} into it{why}."
+        said = f"The host issued the next computation, {kernel}, {format_ns(until - piece.start)} into it{why}."
         return Reason(start=piece.start, end=until, cause="launched_late", evidence=said)
 
     def _held_until(self, piece: ExposedPiece, follower: int, start: int) -> int:
@@ -245,7 +244,7 @@ class CauseFinder:
         timed = self._timed
         kernel, holder = (short_name(timed.trace.operations[index].name) for index in (follower, piece.operation))
         name = self._found.values[piece.collective].name
-        time = format_us((end - start) / 1000)
+        time = format_ns(end - start)
         said = f"{kernel}, or an operation before it, was launched and waited {time} for SMs that {holder} of {name} held."
         return Reason(start=start, end=end, cause="starved", evidence=said)
 
@@ -261,13 +260,11 @@ class CauseFinder:
         ):
             said = f"{short_name(timed.trace.operations[before].name)} runs on the computation's stream before {kernel}."
         else:
-            said = f"{kernel} starts {format_us((timed.starts[follower] - start) / 1000)} later and needs no collective."
+            said = f"{kernel} starts {format_ns(timed.starts[follower] - start)} later and needs no collective."
         first = self._first_after(follower, start)
         if (waited := timed.starts[first] - start) > SHORT_GAP_NS:
             name = short_name(timed.trace.operations[first].name)
-            said = (
-                f"{name} on the computation's stream starts {format_us(waited / 1000)} later; the trace does not show why."
-            )
+            said = f"{name} on the computation's stream starts {format_ns(waited)} later; the trace does not show why."
         return Reason(start=start, end=piece.end, cause="gap", evidence=said)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import PathRow, Role
 from counterpoint.spans import Span
 
@@ -25,7 +25,7 @@ def find_critical_path(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequ
     for window in windows:
         totals.update(_of_window(timed, roles, window))
     return tuple(
-        PathRow(rank=timed.trace.rank or 0, cause=cause, time_us=time / 1000 / len(windows))
+        PathRow(rank=timed.trace.rank or 0, cause=cause, time_us=ns_to_us(time) / len(windows))
         for cause, time in totals.most_common()
         if time
     )

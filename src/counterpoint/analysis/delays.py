@@ -19,7 +19,7 @@ from functools import cache
 from math import prod
 
 from counterpoint.analysis.collectives import RankCollectives
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, format_ns
 from counterpoint.analysis.values import Cause, Role
 from counterpoint.errors import CounterpointError
 from counterpoint.kernel_names import short_name
@@ -29,7 +29,7 @@ from counterpoint.step import Footprint
 from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import classify_kernel, ctas_per_cluster
 from counterpoint.traces.issue import LATE_LATENCY_US
-from counterpoint.units import format_us
+from counterpoint.units import NS_PER_US
 from counterpoint.value import Value
 
 LEAST_DELAY_NS = 10_000
@@ -74,7 +74,7 @@ class Delays:
         data, data_end, queue, queue_end = self._before(number, index)
         delays: list[Delay] = []
         others = max(data_end, queue_end)
-        if data is not None and launch > others and start - launch <= LATE_LATENCY_US * 1000:
+        if data is not None and launch > others and start - launch <= LATE_LATENCY_US * NS_PER_US:
             delays.append(self._late(index, data if data_end >= queue_end else queue, launch - others))
         if queue is not None and queue_end > max(data_end, launch):
             delays += self._queued(queue, queue_end - max(data_end, launch))
@@ -110,10 +110,12 @@ class Delays:
     def _queued(self, behind: int, waited: int) -> list[Delay]:
         """Return the delays in the queue behind an operation of the previous collective: starved time, and the rest."""
         what = self._found.values[self._found.by_operation[behind]]
-        said = f"It was ready {_us(waited)} before {what.name} on stream {what.stream} ended, and was queued behind that."
+        said = (
+            f"It was ready {format_ns(waited)} before {what.name} on stream {what.stream} ended, and was queued behind that."
+        )
         total, holder = self._starved_in_queue(behind)
         starved = min(total, waited)
-        because = f"{said} The queue had waited {_us(total)} for SMs. For the last operation in it: {holder}"
+        because = f"{said} The queue had waited {format_ns(total)} for SMs. For the last operation in it: {holder}"
         return [
             Delay(cause="queued", time=waited - starved, evidence=said),
             Delay(cause="starved", time=starved, evidence=because),
@@ -144,7 +146,8 @@ class Delays:
         wait = timed.waited_host(launch - time, launch)
         why = " The host had waited for the GPU." if wait is not None and wait[1] - wait[0] > LEAST_DELAY_NS else ""
         name = "" if after is None else f" after {short_name(timed.trace.operations[after].name)} ended"
-        said = f"The host issued it {_us(time)}{name}, and it started {_us(timed.starts[index] - launch)} later.{why}"
+        later = format_ns(timed.starts[index] - launch)
+        said = f"The host issued it {format_ns(time)}{name}, and it started {later} later.{why}"
         return Delay(cause="launched_late", time=time, evidence=said)
 
     def _held(self, index: int, ready: int, start: int) -> list[Delay]:
@@ -158,7 +161,7 @@ class Delays:
         if holder is not None and 2 * covered >= waited and not self._fits(operation, holder[1]):
             kernel = self._timed.trace.operations[holder[1]]
             said = (
-                f"It was launched and ready {_us(waited)} before it started. For {_us(holder[0])} of that, "
+                f"It was launched and ready {format_ns(waited)} before it started. For {format_ns(holder[0])} of that, "
                 f"{short_name(kernel.name)} ({prod(kernel.arguments.grid)} CTAs) ran and left its CTAs no room."
             )
             return [Delay(cause="starved", time=waited, evidence=said)]
@@ -171,8 +174,8 @@ class Delays:
                 else f"; it began as soon as {short_name(self._timed.trace.operations[before].name)} had"
             )
             said = (
-                f"It was launched and ready {_us(waited)} before it started, and SMs were free{name}. {num_streams} streams "
-                f"share the hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, {DEFAULT_CONNECTIONS} unless it is set)."
+                f"It was launched and ready {format_ns(waited)} before it started, and SMs were free{name}. {num_streams} "
+                f"streams share the hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, {DEFAULT_CONNECTIONS} unless it is set)."
             )
             return [Delay(cause="hardware_queue", time=waited, evidence=said)]
         return []
@@ -247,7 +250,3 @@ def _fits_beside(gpu: Gpu, kernel: Footprint, collective: Footprint) -> bool:
         return room_for(gpu, ((kernel, resident),), alone.carveout_bytes, collective) > 0
     except CounterpointError:
         return False
-
-
-def _us(time: int) -> str:
-    return format_us(time / 1000)

@@ -17,7 +17,7 @@ from counterpoint.analysis.values import (
     label_of,
     steady_steps,
 )
-from counterpoint.units import format_numbers, format_percent, format_us
+from counterpoint.units import format_numbered, format_percent, format_us
 
 MOST_LINES = 3
 LEAST_SHOWN_SHARE = 0.0005  # of the step or of the communication; a smaller share prints as 0.0 %
@@ -112,9 +112,8 @@ def _next_lines(analysis: Analysis) -> tuple[str, ...]:
             f"The GPU waits for the host during {share} of the step: capture the step in a CUDA graph or compile it."
         )
     if analysis.missing_ranks and analysis.communication_us > 0:
-        noun = "rank" if len(analysis.missing_ranks) == 1 else "ranks"
-        named = format_numbers(analysis.missing_ranks, MOST_LINES)
-        lines.append(f"Add the traces of {noun} {named} for the same steps; they show which rank the others wait for.")
+        missing = format_numbered("rank", analysis.missing_ranks, MOST_LINES)
+        lines.append(f"Add the traces of {missing} for the same steps; they show which rank the others wait for.")
     return tuple(lines)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import IdleRow
 from counterpoint.spans import Span
 
@@ -27,7 +27,7 @@ def find_idle(timed: TimedTrace, windows: Sequence[Span]) -> tuple[IdleRow, ...]
             for cause, time in _of_window(timed, line, starts, window):
                 totals[cause] += time
         rows += [
-            IdleRow(rank=timed.trace.rank or 0, stream=stream, cause=cause, time_us=time / 1000 / len(windows))
+            IdleRow(rank=timed.trace.rank or 0, stream=stream, cause=cause, time_us=ns_to_us(time) / len(windows))
             for cause, time in sorted(totals.items())
             if time
         ]

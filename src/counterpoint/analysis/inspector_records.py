@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from counterpoint.files import UTF8_MARK
-from counterpoint.units import MIB, format_count, format_numbers
+from counterpoint.units import MIB, format_count, format_numbered
 
 MAX_RECORD_BYTES = MIB  # a verbose record of 64 channels has some 20 KiB
 MOST_RANGES = 5  # of line numbers, in a sentence
@@ -92,7 +92,7 @@ class Lines:
         """Return a sentence on lines that hold no record, and a space; return "" if there are none."""
         if not self.bad:
             return ""
-        lines = f"line{'s' if len(set(self.bad)) > 1 else ''} {format_numbers(self.bad, MOST_RANGES)}"
+        lines = format_numbered("line", self.bad, MOST_RANGES)
         return (
             f"{format_count(len(self.bad), 'entry', 'entries')} ({lines}) could not be read, and {left_out(len(self.bad))}. "
         )

@@ -15,7 +15,7 @@ from counterpoint.analysis.sizes import collective_sizes
 from counterpoint.analysis.values import Analysis, CollectiveSize, Headline, RankAnalysis, TracedCollective, label_of
 from counterpoint.analysis.waits import Arrival, rank_waits, skew_of
 from counterpoint.errors import AnalysisError
-from counterpoint.units import format_count, format_numbers, format_percent, format_rate, format_us
+from counterpoint.units import format_count, format_numbered, format_percent, format_rate, format_us
 
 RESOLUTION_US = 1.0  # logs state whole microseconds
 MOST_RANGES = 3
@@ -107,9 +107,8 @@ def _headline(analysis: Analysis) -> Headline:
     whose = f"log of rank {numbers[0]}" if len(numbers) == 1 else f"logs of {len(numbers)} ranks"
     asked = [NEXT]
     if analysis.missing_ranks:
-        noun = "rank" if len(analysis.missing_ranks) == 1 else "ranks"
-        named = format_numbers(analysis.missing_ranks, MOST_RANGES)
-        asked.append(f"Add the logs of {noun} {named}; they show which rank the others wait for.")
+        missing = format_numbered("rank", analysis.missing_ranks, MOST_RANGES)
+        asked.append(f"Add the logs of {missing}; they show which rank the others wait for.")
     return Headline(
         verdict=f"NCCL Inspector's {whose}: {count} in {groups}; exposed time is unknown.",
         why=(*_largest(analysis.sizes), *_slowest(analysis)),

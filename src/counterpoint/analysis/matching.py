@@ -11,7 +11,7 @@ from statistics import median
 
 from counterpoint.analysis.coincidence import LEAST_RUN, Pairs, distances, do_coincide, steps_apart, trimmed, usually_apart
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
-from counterpoint.units import format_count, format_numbers
+from counterpoint.units import format_count, format_numbered
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank in which a shift is looked for; a larger shift means profiles of different steps
@@ -110,9 +110,8 @@ def _named(group: Group) -> str:
 
 def _describe_strangers(name: str, base: int, strangers: Sequence[int]) -> str:
     """Return a sentence on ranks with which nothing is matched."""
-    noun = "rank" if len(strangers) == 1 else "ranks"
     return (
-        f"In {name}, {noun} {format_numbers(strangers)} ran other collectives than rank {base}, or at times "
+        f"In {name}, {format_numbered('rank', strangers)} ran other collectives than rank {base}, or at times "
         "that do not coincide, so nothing is matched with them. Give traces of the same steps of one job."
     )
 

@@ -45,7 +45,7 @@ class Members(Value, frozen=True, kw_only=True):
     is_library: bool
 
 
-def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span] = ()) -> tuple[Members, ...]:
+def find_members(timed: TimedTrace, roles: tuple[Role, ...], windows: Sequence[Span]) -> tuple[Members, ...]:
     """Return all collectives of a trace, by start. `windows` are those of its steps."""
     found: list[Members] = []
     pieces = _Pieces(timed, roles, windows)

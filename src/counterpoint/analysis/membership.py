@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.units import format_numbers
+from counterpoint.units import format_numbered
 
 MOST_RANGES = 8  # of missing ranks' numbers, in a sentence
 
@@ -67,11 +67,11 @@ def describe_missing(ranks: Sequence[RankAnalysis], missing: Sequence[int]) -> t
     """Return what is unknown because ranks are missing: at most one sentence."""
     if not missing or not any(analysis.collectives for analysis in ranks):
         return ()
-    named = f"{'rank' if len(missing) == 1 else 'ranks'} {format_numbers(missing, MOST_RANGES)}"
     total = len(ranks) + len(missing)
     known = (
         f"Waits, skews and means are those of the {len(ranks)} of {total} ranks that were given"
         if len(ranks) > 1
         else f"Only rank {ranks[0].rank} of {total} was given"
     )
+    named = format_numbered("rank", missing, MOST_RANGES)
     return (f"{known}. Time spent waiting for {named} cannot be told from transfer time.",)

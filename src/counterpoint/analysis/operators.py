@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import OperatorRow, Role
 from counterpoint.kernel_names import short_name
 from counterpoint.spans import Span
@@ -45,7 +45,7 @@ def _row(key: OperatorKey, count: int, time: int, num_steps: int) -> OperatorRow
         kernel=kernel,
         shapes=shapes or (" x ".join(map(str, sizes)) if sizes else ""),
         count=count / num_steps,
-        total_us=time / 1000 / num_steps,
-        mean_us=time / 1000 / count,
+        total_us=ns_to_us(time) / num_steps,
+        mean_us=ns_to_us(time) / count,
         tflops=2 * sizes[0] * sizes[1] * sizes[2] * count / (time * 1000) if sizes and time else None,
     )

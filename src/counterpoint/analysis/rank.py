@@ -42,7 +42,7 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
 
 
 def analyze_rank_and_step(trace: ActivityTrace, *, with_step: bool) -> tuple[RankAnalysis, TracedStep | None]:
-    """Do the same, and return the step to plan for, if wanted and if the trace has one; steps are looked for only once."""
+    """Return a rank's analysis, and the step to plan for if it is wanted and there is one; look for steps only once."""
     with cyclic_gc_paused():
         timed = time_trace(trace)
         windows = find_windows(timed)

@@ -126,7 +126,7 @@ def _saved_us(job: Job, lone_us: list[float], directives: tuple[Directive, ...])
 
 
 def _lines_of(trial: Trial) -> Iterable[str]:
-    """Return the lines that a user can write in the job for the controls of a trial."""
+    """Yield the lines that a user can write in the job for the controls of a trial."""
     for directive in trial.directives:
         for control in directive.controls:
             for way in control.ways(directive.match.collective):

@@ -7,17 +7,16 @@ too large.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
 from counterpoint.analysis.collectives import RankCollectives
 from counterpoint.analysis.operators import started_within
-from counterpoint.analysis.timed import TimedTrace
+from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, Slowdown
 from counterpoint.kernel_names import short_name
-from counterpoint.spans import Span, union
+from counterpoint.spans import Span, length, union, within
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.lone_times import MOST_SLOWDOWN, UNTOUCHED_OVERLAP, signature
 
@@ -27,6 +26,7 @@ LEAST_LOSS = 0.03
 """Like kernels differ by less than this when nothing runs beside them."""
 LEAST_LOST_US = 1.0
 MOST_ROWS = 200
+MOST_BESIDE = 32  # collectives, the last to start, of which one ran beside a kernel longest
 
 Shared = Literal["SMs", "bandwidth"]
 
@@ -37,42 +37,30 @@ def find_slowdowns(
     """Return kernels of the windows that lost time beside communication, by time lost per window."""
     members = sorted(found.by_operation, key=lambda index: (timed.starts[index], index))
     busy = union((timed.starts[index], timed.ends[index]) for index in members)
-    ends = [end for _, end in busy]
-    member_starts = [timed.starts[index] for index in members]
-    touched: list[tuple[int, int]] = []
+    touched: list[int] = []
     alone: dict[object, list[int]] = {}
     for index in started_within(timed, windows):
         if roles[index] != "computation":
             continue
         span = (timed.starts[index], timed.ends[index])
-        covered = _covered(busy, ends, span)
+        covered = length(within(busy, span))
         if covered <= UNTOUCHED_OVERLAP * (span[1] - span[0]):
             alone.setdefault(_key(timed, index), []).append(span[1] - span[0])
         elif covered >= LEAST_COVERED * (span[1] - span[0]):
-            touched.append((index, covered))
+            touched.append(index)
     for line in alone.values():
         line.sort()
     lost: dict[tuple[str, str, Shared], list[int]] = {}
-    for index, _ in touched:
+    for index in touched:
         like = _like(alone.get(_key(timed, index), []), timed.ends[index] - timed.starts[index])
         if like is not None:
-            number = _beside(timed, found, members, member_starts, index)
-            _add(timed, found, lost, (index, number, like))
+            _add(timed, found, lost, (index, _beside(timed, members, index), like))
     return _rows(timed, lost, len(windows))
 
 
 def _key(timed: TimedTrace, index: int) -> object:
     operation = timed.trace.operations[index]
     return (signature(operation), operation.matmul_sizes)
-
-
-def _covered(busy: Sequence[Span], ends: Sequence[int], span: Span) -> int:
-    """Return how much of a span communication covers."""
-    total, place = 0, bisect_right(ends, span[0])
-    while place < len(busy) and busy[place][0] < span[1]:
-        total += min(busy[place][1], span[1]) - max(busy[place][0], span[0])
-        place += 1
-    return total
 
 
 def _like(alone: list[int], time: int) -> int | None:
@@ -83,15 +71,15 @@ def _like(alone: list[int], time: int) -> int | None:
     return alone[place]
 
 
-def _beside(timed: TimedTrace, found: RankCollectives, members: Sequence[int], starts: Sequence[int], index: int) -> int:
+def _beside(timed: TimedTrace, members: Sequence[int], index: int) -> int:
     """Return the collective that ran beside a kernel longest, among the last ones that started before the kernel's end."""
-    place = bisect_left(starts, timed.ends[index])
-    times: Counter[int] = Counter()
-    for other in members[max(0, place - 32) : place]:
-        time = min(timed.ends[other], timed.ends[index]) - max(timed.starts[other], timed.starts[index])
-        if time > 0:
-            times[other] += time
-    return times.most_common(1)[0][0] if times else members[max(0, place - 1)]
+    place = bisect_left(members, timed.ends[index], key=timed.starts.__getitem__)
+
+    def shared(other: int) -> int:
+        return min(timed.ends[other], timed.ends[index]) - max(timed.starts[other], timed.starts[index])
+
+    longest = max(members[max(0, place - MOST_BESIDE) : place], key=shared, default=members[0])
+    return longest if shared(longest) > 0 else members[max(0, place - 1)]
 
 
 def _add(
@@ -116,12 +104,12 @@ def _rows(timed: TimedTrace, lost: dict[tuple[str, str, Shared], list[int]], num
             kernel=short_name(kernel),
             beside=beside,
             count=count / num_steps,
-            alone_us=alone / 1000 / count,
-            beside_us=time / 1000 / count,
-            lost_us=(time - alone) / 1000 / num_steps,
+            alone_us=ns_to_us(alone) / count,
+            beside_us=ns_to_us(time) / count,
+            lost_us=ns_to_us(time - alone) / num_steps,
             by=by,
         )
         for (kernel, beside, by), (count, alone, time) in lost.items()
-        if time - alone >= LEAST_LOSS * alone and (time - alone) / 1000 / num_steps >= LEAST_LOST_US
+        if time - alone >= LEAST_LOSS * alone and ns_to_us(time - alone) / num_steps >= LEAST_LOST_US
     ]
     return tuple(sorted(rows, key=lambda row: (-row.lost_us, row.kernel, row.beside))[:MOST_ROWS])

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from counterpoint.traces.activity import ActivityTrace, HostOperator
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
+from counterpoint.units import NS_PER_US, format_us
 from counterpoint.value import Value
-
-NS_PER_US = 1000
 
 
 class TimedTrace(Value, frozen=True, kw_only=True):
@@ -115,6 +114,11 @@ def time_trace(trace: ActivityTrace) -> TimedTrace:
 
 def _in_ns(waits: Sequence[tuple[float, float]], origin_us: float) -> tuple[tuple[int, int], ...]:
     return tuple((round((start - origin_us) * NS_PER_US), round((end - origin_us) * NS_PER_US)) for start, end in waits)
+
+
+def format_ns(time: int) -> str:
+    """Print whole nanoseconds as `format_us` does."""
+    return format_us(ns_to_us(time))
 
 
 def ns_to_us(time: int) -> float:

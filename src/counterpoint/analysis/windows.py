@@ -14,6 +14,7 @@ from counterpoint.errors import TraceError
 from counterpoint.spans import Span, length, union, within, without
 from counterpoint.traces.issue import LATE_LATENCY_US
 from counterpoint.traces.steady import TracedSteps, divide_into_steps
+from counterpoint.units import NS_PER_US
 from counterpoint.value import Value
 
 SPREADS_OF_OUTLIERS = 5.0
@@ -132,7 +133,7 @@ def _ends_with_a_launch(timed: TimedTrace, time: int) -> bool:
     place = bisect_left(timed.sorted_starts, time)
     while place < len(timed.by_start) and timed.sorted_starts[place] == time:
         launched = timed.launches[timed.by_start[place]]
-        if launched is not None and time - launched <= LATE_LATENCY_US * 1000:
+        if launched is not None and time - launched <= LATE_LATENCY_US * NS_PER_US:
             return True
         place += 1
     return False

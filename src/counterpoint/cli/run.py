@@ -86,7 +86,7 @@ def run(
         step=_load_step(step) if step is not None else None,
         keeps_bits=bitwise,
     )
-    with HeldSignals(is_last=True) as signals:  # a second signal must not lose the plan found or the exit status
+    with HeldSignals() as signals:  # a second signal must not lose the plan found or the exit status
         outcome = run_job(request, signals)
         status = outcome.ended.exit_status
         unproven = _report(outcome, request, has_plan=plan is not None, output=output)
@@ -131,11 +131,12 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
     A failure here does not change the exit status, which is the command's.
     """
     from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
-    from counterpoint.report.run import new_error_console, print_line, print_outcome  # noqa: PLC0415
+    from counterpoint.report.run import print_line, print_outcome  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
 
     saved, unsaved = _save(outcome, output) if output is not None else ("", "")
     try:
-        console = new_error_console()
+        console = new_console(stderr=True)
         print_outcome(console, outcome)
         if saved:
             print_line(console, saved)
@@ -155,13 +156,14 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
 def _print_to_apply(outcome: "RunOutcome", request: "RunRequest", output: Path | None) -> None:
     """Print how to start the job with the plan found; if none pays, what shows how to change the job itself."""
     from counterpoint.report.plan import print_to_apply  # noqa: PLC0415
-    from counterpoint.report.run import new_error_console, print_line  # noqa: PLC0415
+    from counterpoint.report.run import print_line  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
 
     record, plan = outcome.record, outcome.plan_found
     if record is None or plan is None:
         return
-    console = new_error_console()
+    console = new_console(stderr=True)
     if plan.verdict == "NO_GAIN" and not record.is_untried:
         print_line(console, NO_CONTROL_PAYS)
     finding = ("counterpoint", "run", "--tune", "--budget", str(request.budget_steps), "--", *request.command)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
@@ -89,7 +89,9 @@ def tune(
             raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
         if calibration is not None:
             raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
-        tune_function(step, machine, output, is_json)
+        from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
+
+        run_and_leave(lambda: _tune_function(step, machine, output, is_json))
     count = itertools.count(1)
     with ProgressLine(is_shown=not is_json) as show:
         job = load_job(step, machine, reading(show, step)).calibrated(calibration)
@@ -102,9 +104,9 @@ def tune(
         )
     if output is not None:
         save_plan(tuning.plan, output)
-    _write_timelines(timeline, {"before": tuning.baseline, "after": tuning.planned})
-    timelines = [("before", tuning.baseline), ("after", tuning.planned)]
-    shown = timelines if tuning.plan.directives else [("as it is", tuning.baseline)]
+    timelines = {"before": tuning.baseline, "after": tuning.planned}
+    _write_timelines(timeline, timelines)
+    shown = [*timelines.items()] if tuning.plan.directives else [("as it is", tuning.baseline)]
     origin = PlanOrigin(
         file=None if output is None else str(output),
         finding=("counterpoint", "tune", step, *_option(machine)),
@@ -250,14 +252,8 @@ def _print_summary(job: "Job", found: "Summary", timelines: "Sequence[tuple[str,
     text.print_lanes(console, timelines)
 
 
-def tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> NoReturn:
-    """Tune a step function on the GPUs of this machine, print the result from rank 0, and end the process."""
-    from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
-
-    run_and_leave(lambda: _tune_function(step, machine_name, output, is_json))
-
-
 def _tune_function(step: str, machine_name: str | None, output: Path | None, is_json: bool) -> None:
+    """Tune a step function on the GPUs of this machine, and print the result from rank 0."""
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
     from counterpoint.machine import load_machine  # noqa: PLC0415
     from counterpoint.plan import save_plan  # noqa: PLC0415

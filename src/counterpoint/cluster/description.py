@@ -113,9 +113,14 @@ class Configuration(Value, frozen=True, kw_only=True, dict=True):
         return self.training.global_batch // (self.data_size * self.training.micro_batch)
 
     @property
+    def layers_per_stage(self) -> int:
+        """Layers of one pipeline rank."""
+        return self.model.num_layers // self.parallelism.pipeline
+
+    @property
     def layers_per_chunk(self) -> int:
         """Layers of one model chunk of a pipeline rank."""
-        return self.model.num_layers // (self.parallelism.pipeline * self.parallelism.num_chunks)
+        return self.layers_per_stage // self.parallelism.num_chunks
 
     @property
     def shard_ranks(self) -> int:

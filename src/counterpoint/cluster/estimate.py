@@ -15,11 +15,11 @@ from counterpoint.cluster.compression import NARROW_BYTES
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.memory import memory_bytes
 from counterpoint.cluster.pass_builder import DATA_GROUP, REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, groups_of
-from counterpoint.cluster.passes import PassKind, head_step, optimizer_step, pass_step, stage_parameters
+from counterpoint.cluster.passes import PassKind, embedding_elements, head_step, optimizer_step, pass_step, stage_parameters
 from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
 from counterpoint.cluster.planned import PassTimes, simulate_pass
 from counterpoint.sim.calibration import Calibration, load_calibration
-from counterpoint.sim.collective_times import CollectiveTimes, times_on
+from counterpoint.sim.collective_times import CollectiveTimes
 from counterpoint.step import CollectiveKind, Step
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
@@ -58,7 +58,7 @@ class PassMemory:
         self._known: dict[object, tuple[PassTimes, tuple[str, ...]]] = {}
 
     def times(self, configuration: Configuration, calibration: Calibration, step: Step) -> tuple[PassTimes, tuple[str, ...]]:
-        """Of a step under the configuration's controls."""
+        """Return the times of a step under the configuration's controls, and the labels of those in force."""
         machine, software = configuration.fabric.machine, configuration.software
         key = (machine.name, software, configuration.training.controls, step)
         if key not in self._known:
@@ -77,7 +77,7 @@ def estimate_step(
 
 
 def calibration_of(configuration: Configuration, calibration: Calibration | None = None) -> Calibration:
-    """The GPU's constants, with the speeds of the job's software; without such, as they are."""
+    """Return the GPU's constants, scaled by the speeds that the description states for the job's software."""
     calibration = calibration or load_calibration(configuration.fabric.machine)
     software = configuration.software
     if software.matmul_speed == 1.0 and software.memory_speed == 1.0:
@@ -107,7 +107,7 @@ class _StepEstimator:
 
     @cached_property
     def _collectives(self) -> CollectiveTimes:
-        return times_on(self._configuration.fabric, self._calibration)
+        return CollectiveTimes(fabric=self._configuration.fabric, calibration=self._calibration)
 
     @cached_property
     def _is_sharded(self) -> bool:
@@ -161,7 +161,7 @@ class _StepEstimator:
         return times
 
     def _pass(self, kind: PassKind) -> PassTimes:
-        """A pass through all layers of one chunk."""
+        """Return the times of a pass through all layers of one chunk."""
         layers = self._configuration.layers_per_chunk
         fewer, more = FOLDED_LAYERS
         first = self._simulated(pass_step(self._configuration, self._collectives, kind, min(layers, fewer)))
@@ -184,8 +184,8 @@ class _StepEstimator:
         return forward, self._simulated(head_step(self._configuration, self._collectives, "backward"))
 
     def _stages(self) -> list[list[StageTimes]]:
-        """Times of every chunk of every stage. The first chunk has the embedding's gather and reduction where parameters
-        are sharded, the last one has the head.
+        """Return the times of every chunk of every stage. The first chunk has the embedding's gather and reduction where
+        parameters are sharded, the last one has the head.
         """
         forward, backward = self._forward, self._backward
         usual = StageTimes(forward_us=forward.computed_us, backward_us=self._backward_us, weights_us=backward.weights_us)
@@ -238,15 +238,7 @@ class _StepEstimator:
     @cached_property
     def _parameters(self) -> float:
         """Parameters of the largest stage on one tensor rank."""
-        configuration = self._configuration
-        layers = configuration.layers_per_chunk * self._sizes.num_chunks
-        return stage_parameters(configuration, layers, 2 if self._sizes.pipeline == 1 else 1)
-
-    @cached_property
-    def _embedding_elements(self) -> float:
-        return self._parameters - stage_parameters(
-            self._configuration, self._configuration.layers_per_chunk * self._sizes.num_chunks, 0
-        )
+        return stage_parameters(self._configuration)
 
     @cached_property
     def _reducing_extra_us(self) -> float:
@@ -267,7 +259,7 @@ class _StepEstimator:
         return self._reduction_us(self._parameters)
 
     def _reduction_us(self, num_elements: float) -> float:
-        """Of so many gradients in one piece; PowerSGD and top-k leave what is outside the layers as it is."""
+        """Return the time to reduce so many gradients in one piece; PowerSGD and top-k compress only those of layers."""
         width, _ = NARROW_BYTES.get(self._configuration.compression.method, (self._training.gradient_bytes, 0))
         num_bytes = num_elements * width
         kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
@@ -277,8 +269,8 @@ class _StepEstimator:
         return self._collective_us(kind, num_bytes, SHARD_GROUP) + replicas_us
 
     def _embedding_us(self, *, is_gathered: bool) -> float:
-        """An embedding's gradients, or parameters, which nothing hides."""
-        elements = self._embedding_elements / (2 if self._sizes.pipeline == 1 else 1)
+        """Return the time of an embedding's gather or reduction, which nothing hides."""
+        elements = embedding_elements(self._configuration)
         if is_gathered:
             group = SHARD_GROUP if self._is_sharded else DATA_GROUP
             return self._collective_us("all_gather", elements * self._model.element_bytes, group)
@@ -308,7 +300,7 @@ class _StepEstimator:
         return slowest * (1 + skew.sigma * max(0.0, largest))
 
     def _stage_shares(self, stage: int) -> tuple[float, float, float]:
-        """Of a stage's passes: computation, waits for collectives inside passes, for gathers and reductions."""
+        """Return how long a stage's passes compute, wait for collectives inside them, and for gathers and reductions."""
         passes = self._configuration.num_micro_batches
         chunks = self._sizes.num_chunks
         plain = [self._pass(PassKind(direction=each)) for each in ("forward", "backward")]

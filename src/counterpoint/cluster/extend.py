@@ -9,7 +9,7 @@ import msgspec
 
 from counterpoint.errors import MachineError, shown
 from counterpoint.sim.calibration import load_calibration
-from counterpoint.sim.collective_times import CollectiveTimes, RankGroup, times_on
+from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Fabric, check_range
 from counterpoint.step import Collective, Copy, Operation, Step
 from counterpoint.value import Value, require
@@ -51,7 +51,7 @@ def extend_step(step: Step, fabric: Fabric, num_ranks: int | None = None) -> Ext
     gpus = fabric.machine.num_gpus
     if ranks == step.num_ranks and ranks <= gpus:
         return Extended(step=step, assumptions=())
-    times = times_on(fabric, load_calibration(fabric.machine))
+    times = CollectiveTimes(fabric=fabric, calibration=load_calibration(fabric.machine))
     growing = [each for each in _collectives(step) if each.group_size == step.num_ranks]
     operations = tuple(_extended(operation, step.num_ranks, ranks, times) for operation in step.operations)
     found = msgspec.structs.replace(step, num_ranks=ranks, operations=operations)

@@ -5,7 +5,7 @@ threads x 168 registers, measured on an H200), before that one CTA of 256 thread
 """
 
 from counterpoint.machine import ElementType, Gpu
-from counterpoint.step import Character, Footprint, Kernel
+from counterpoint.step import Footprint, Kernel
 from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l2_bytes, stage_bytes, tile_count
 
 PERSISTENT_FROM = (9, 0)
@@ -20,7 +20,7 @@ LEAST_FILL = 0.75  # a smaller tile is taken where the larger ones keep fewer of
 
 
 def matmul(gpu: Gpu, name: str, sizes: tuple[int, int, int], element_type: ElementType, batch: int = 1) -> Kernel:
-    """`batch` products of `sizes` M, K and N in one launch."""
+    """Return one launch that multiplies `batch` pairs of matrices of `sizes` M, K and N."""
     m, k, n = (max(1, size) for size in sizes)
     tile = _tile(gpu, m, n, batch)
     tiles = batch * tile_count(m, n, tile)
@@ -48,7 +48,7 @@ def matmul(gpu: Gpu, name: str, sizes: tuple[int, int, int], element_type: Eleme
 
 
 def fused_attention(gpu: Gpu, name: str, flops: float, num_bytes: float, element_type: ElementType) -> Kernel:
-    """An attention that keeps its scores on the SM; as cuDNN's on an H200: a CTA for each SM."""
+    """Return an attention that keeps its scores on the SM. It has a CTA for each SM, as cuDNN's on an H200."""
     return Kernel(
         name=name,
         stream=0,
@@ -66,15 +66,15 @@ def fused_attention(gpu: Gpu, name: str, flops: float, num_bytes: float, element
     )
 
 
-def memory_pass(name: str, num_bytes: float, flops: float | None = None, character: Character = "streaming") -> Kernel:
-    """A kernel that reads and writes `num_bytes` in all, as norms, activations and optimizers do."""
+def memory_pass(name: str, num_bytes: float, flops: float | None = None) -> Kernel:
+    """Return a kernel that reads and writes `num_bytes` in all, as norms, activations and optimizers do."""
     return Kernel(
         name=name,
         stream=0,
         footprint=Footprint(
             num_ctas=max(1, round(num_bytes / ELEMENTWISE_BYTES_PER_CTA)), threads_per_cta=128, registers_per_thread=32
         ),
-        character=character,
+        character="streaming",
         flops=flops,
         hbm_bytes=max(num_bytes, 1.0),
     )
@@ -88,7 +88,7 @@ def _is_persistent(gpu: Gpu) -> bool:
 
 
 def _tile(gpu: Gpu, m: int, n: int, batch: int) -> tuple[int, int, int]:
-    """The largest tile that fills the last wave well, else the one that fills it best."""
+    """Return the largest tile that fills the last wave well, else the one that fills it best."""
     best, best_fill = TILE, 0.0
     for tile in (TILE, *SMALL_TILES):
         tiles = batch * tile_count(m, n, tile)

@@ -8,13 +8,12 @@ from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.kernels import fused_attention, matmul, memory_pass
 from counterpoint.cluster.pass_builder import EXPERT_GROUP, TENSOR_GROUP, PassBuilder
 from counterpoint.machine import ElementType
+from counterpoint.step import CollectiveKind
 
-BACKWARD_ATTENTION = (
-    2.5  # floating-point operations of a fused attention's backward pass over the forward's (FlashAttention 2)
-)
-SCORE_PASSES = (
-    7  # of scores through memory, forward: product, scale, mask and softmax, dropout with its mask, second product
-)
+# floating-point operations of a fused attention's backward pass over the forward's (FlashAttention 2)
+BACKWARD_ATTENTION = 2.5
+# of scores through memory, forward: product, scale, mask and softmax, dropout with its mask, second product
+SCORE_PASSES = 7
 BACKWARD_SCORE_PASSES = 10
 # Megatron-LM's kernel that scales, masks and normalizes scores at once takes only multiples of 4 heads x sequences
 # (megatron/model/fused_softmax.py, is_kernel_available); else these are kernels of their own
@@ -36,7 +35,7 @@ class LayerWriter:
         self._bytes = self._model.element_bytes
 
     def forward(self, is_again: bool = False) -> None:
-        """A layer's forward pass; `is_again`: recomputed in the backward pass, where the last sum is not needed."""
+        """Write a forward pass. With `is_again` it is recomputed in the backward pass, where the last sum is not needed."""
         builder, hidden, tensor = self._builder, self._model.hidden, self._sizes.tensor
         self._pass("norm", 2 * self._shard * hidden)
         self._gather()
@@ -53,7 +52,7 @@ class LayerWriter:
             builder.end_layer()
 
     def backward(self) -> None:
-        """A layer's backward pass, with recomputation if the step has it."""
+        """Write a backward pass, with recomputation if the step has it."""
         hidden, tensor = self._model.hidden, self._sizes.tensor
         if self._training.recompute == "full":
             self.forward(is_again=True)
@@ -80,7 +79,7 @@ class LayerWriter:
     def _matmul_backward(
         self, name: str, inner: int, columns: int, *, tokens: int | None = None, batch: int = 1, is_summed: bool = False
     ) -> None:
-        """The gradient of the input, its sum over tensor ranks beside the gradient of the weight if the step says so."""
+        """Write the gradients of input and weight. The first one's sum over tensor ranks may run beside the second."""
         rows = self._tokens if tokens is None else tokens
         self._builder.compute(matmul(self._gpu, f"{name}.input", (rows, columns, inner), self._type, batch))
         is_beside = is_summed and self._training.overlap_tensor
@@ -90,14 +89,14 @@ class LayerWriter:
             self._builder.wait_for(number)
 
     def _gather(self) -> None:
-        """Sequence parallelism gathers what its ranks hold of the tokens."""
+        """Gather the tokens of all tensor ranks, if the sequence is divided over them."""
         if self._sizes.is_sequence_parallel:
             self._builder.communicate("all_gather", self._activation_bytes, TENSOR_GROUP, is_waited_for=True)
 
     def _sum(self, *, is_waited_for: bool = True) -> int | None:
-        """The sum over tensor ranks."""
-        kind = "reduce_scatter" if self._sizes.is_sequence_parallel else "all_reduce"
-        return self._builder.communicate(kind, self._activation_bytes, TENSOR_GROUP, is_waited_for=is_waited_for)  # type: ignore[arg-type]
+        """Sum over the tensor ranks; return the collective, None where there is one rank."""
+        kind: CollectiveKind = "reduce_scatter" if self._sizes.is_sequence_parallel else "all_reduce"
+        return self._builder.communicate(kind, self._activation_bytes, TENSOR_GROUP, is_waited_for=is_waited_for)
 
     @property
     def _activation_bytes(self) -> float:
@@ -161,7 +160,7 @@ class LayerWriter:
         self._matmul_backward("up", model.hidden, ups * width, is_summed=True)
 
     def _experts(self, *, is_backward: bool) -> None:
-        """Router, dispatch, experts, combination; tokens are spread evenly over experts, which no real router does."""
+        """Write router, dispatch, experts and combine. Every expert gets equally many tokens, as from no real router."""
         model, sizes = self._model, self._sizes
         routed = self._tokens * model.experts_per_token
         local = max(1, model.num_experts // sizes.expert)

@@ -14,10 +14,10 @@ SHARDED_BYTES = 24  # of the 34, those that tensor parallelism divides; sequence
 
 
 def memory_bytes(configuration: Configuration) -> float:
-    """Bytes of the fullest rank."""
+    """Return the bytes that the fullest rank needs."""
     model, sizes, training = configuration.model, configuration.parallelism, configuration.training
-    layers = configuration.layers_per_chunk * sizes.num_chunks
-    parameters = stage_parameters(configuration, layers, 2 if sizes.pipeline == 1 else 1)
+    layers = configuration.layers_per_stage
+    parameters = stage_parameters(configuration)
     kept = parameters / configuration.shard_ranks
     states = kept * (model.element_bytes + training.gradient_bytes)
     states += parameters / configuration.optimizer_ranks * OPTIMIZER_BYTES
@@ -31,7 +31,7 @@ def memory_bytes(configuration: Configuration) -> float:
 
 
 def _layer_bytes(configuration: Configuration) -> float:
-    """Activations of one micro-batch that one layer keeps."""
+    """Return the bytes of one micro-batch's activations that one layer keeps."""
     model, sizes, training = configuration.model, configuration.parallelism, configuration.training
     tokens = training.micro_batch * model.sequence / sizes.context
     elements = tokens * model.hidden * model.element_bytes / 2

@@ -13,20 +13,13 @@ from counterpoint.step import Collective, CollectiveKind, Dependency, Kernel, Op
 from counterpoint.units import PS_PER_US
 
 COMPUTE, GATHER, REDUCE, TENSOR, CONTEXT = range(5)
-TENSOR_GROUP, EXPERT_GROUP, DATA_GROUP, SHARD_GROUP, REPLICA_GROUP, CONTEXT_GROUP, EXPERT_DATA_GROUP = (
-    "tensor",
-    "expert",
-    "data",
-    "shard",
-    "replica",
-    "context",
-    "expert_data",
-)
+TENSOR_GROUP, EXPERT_GROUP, CONTEXT_GROUP = "tensor", "expert", "context"
+DATA_GROUP, SHARD_GROUP, REPLICA_GROUP, EXPERT_DATA_GROUP = "data", "shard", "replica", "expert_data"
 STREAM_OF = {TENSOR_GROUP: TENSOR, EXPERT_GROUP: TENSOR, CONTEXT_GROUP: CONTEXT}
 
 
 def groups_of(configuration: Configuration) -> dict[str, RankGroup]:
-    """The process groups of one rank, by the kind of parallelism."""
+    """Return the process groups of one rank, by the kind of parallelism."""
     sizes, data = configuration.parallelism, configuration.data_size
     across = data * sizes.context  # ranks that hold the same parameters
     shard = min(configuration.shard_ranks, across)
@@ -53,11 +46,6 @@ class PassBuilder:
         self._awaited: list[int] = []
         self._context: int | None = None
         self._ends: list[int] = []
-
-    @property
-    def num_operations(self) -> int:
-        """Operations so far."""
-        return len(self._operations)
 
     @property
     def layer_ends(self) -> tuple[int, ...]:
@@ -119,7 +107,7 @@ class PassBuilder:
         return None if number is None else self.compute(kernel, stream=REDUCE, after=number)
 
     def exchange_context(self, num_bytes: float) -> None:
-        """Keys and values go round the context ranks while the attention runs."""
+        """Gather keys and values from the context ranks while the attention runs."""
         self._context = self.communicate("all_gather", num_bytes, CONTEXT_GROUP)
 
     def wait_for_context(self) -> None:
@@ -132,7 +120,7 @@ class PassBuilder:
             self._ends.append(self._last_compute)
 
     def step(self, name: str) -> Step:
-        """All operations so far as a step of all ranks of the cluster."""
+        """Return all operations so far as a step of all ranks of the cluster."""
         return Step(name=name, num_ranks=self._configuration.fabric.num_gpus, operations=tuple(self._operations))
 
     def _add(self, operation: Kernel | Collective) -> int:

@@ -29,9 +29,8 @@ Direction = Literal["forward", "backward"]
 # sum, division, gradient, cast back, each of which reads, and most of which write
 LOSS_PASSES = 12
 LOGIT_BYTES = 4
-ADAM_BYTES = (
-    28  # of one parameter: gradient, master weight, two moments read; three written (fp32); the weight written twice
-)
+# of one parameter: gradient, master weight, two moments read; three written (fp32); the weight written twice
+ADAM_BYTES = 28
 
 
 class PassKind(Value, frozen=True, kw_only=True):
@@ -42,13 +41,13 @@ class PassKind(Value, frozen=True, kw_only=True):
     is_reducing: bool = False
 
     def describe(self) -> str:
-        """As in "backward, gathering, reducing"."""
+        """Return a name such as "backward, gathering, reducing"."""
         extras = [word for word, holds in (("gathering", self.is_gathering), ("reducing", self.is_reducing)) if holds]
         return ", ".join([self.direction, *extras])
 
 
 def layer_elements(configuration: Configuration) -> tuple[float, float]:
-    """Parameters of one layer on one tensor rank, not sharded: attention and dense parts, and experts."""
+    """Return the parameters of one layer on one tensor rank, not sharded: of dense parts, and of experts."""
     model, sizes = configuration.model, configuration.parallelism
     dense, experts = float(model.attention_parameters), float(model.feed_forward_parameters)
     if not model.num_experts:
@@ -57,7 +56,7 @@ def layer_elements(configuration: Configuration) -> tuple[float, float]:
 
 
 def pass_step(configuration: Configuration, times: CollectiveTimes, kind: PassKind, num_layers: int) -> Step:
-    """The step of one pass of one micro-batch through `num_layers` layers."""
+    """Return the step of one pass of one micro-batch through `num_layers` layers."""
     builder = PassBuilder(configuration, times)
     writer = LayerWriter(configuration, builder)
     gathered: list[int | None] = []
@@ -77,7 +76,7 @@ def pass_step(configuration: Configuration, times: CollectiveTimes, kind: PassKi
 
 
 def _reduce(configuration: Configuration, builder: PassBuilder) -> None:
-    """The gradients of a layer, which the computation waits for unless reductions run beside it."""
+    """Reduce the gradients of a layer. The computation waits for it unless reductions run beside it."""
     dense, experts = layer_elements(configuration)
     for elements, group in ((dense, DATA_GROUP), (experts, EXPERT_DATA_GROUP)):
         last = reduce_gradients(configuration, builder, elements, group) if elements else None
@@ -86,9 +85,9 @@ def _reduce(configuration: Configuration, builder: PassBuilder) -> None:
 
 
 def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> int | None:
-    """Parameters of a layer into one of two buffers, which the layer before the last must have left.
+    """Gather the parameters of a layer into one of two buffers, which the layer before the last must have left.
 
-    Without overlap they come when everything before them is done.
+    Without overlap the gather starts when everything before it is done.
     """
     dense, experts = layer_elements(configuration)
     group = SHARD_GROUP if configuration.shard_ranks > 1 else DATA_GROUP
@@ -103,7 +102,7 @@ def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> 
 
 
 def head_step(configuration: Configuration, times: CollectiveTimes, direction: Direction) -> Step:
-    """The last norm, the logits and the loss, forward, or their gradients, backward, of one micro-batch."""
+    """Return the step of the last norm, the logits and the loss of one micro-batch, or of their gradients."""
     model, sizes = configuration.model, configuration.parallelism
     builder = PassBuilder(configuration, times)
     gpu, element_type = configuration.fabric.machine.gpu, model.element_type
@@ -124,15 +123,19 @@ def head_step(configuration: Configuration, times: CollectiveTimes, direction: D
 
 
 def optimizer_step(configuration: Configuration, times: CollectiveTimes, num_parameters: float) -> Step:
-    """Adam over the parameters that a rank updates."""
+    """Return the step of Adam over the parameters that a rank updates."""
     builder = PassBuilder(configuration, times)
     builder.compute(memory_pass("adam", ADAM_BYTES * num_parameters / configuration.optimizer_ranks))
     return builder.step("optimizer")
 
 
-def stage_parameters(configuration: Configuration, num_layers: int, num_embeddings: int) -> float:
-    """Parameters of a stage on one tensor rank, not sharded over data ranks."""
-    embeddings = (
-        num_embeddings * configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
-    )
-    return num_layers * sum(layer_elements(configuration)) + embeddings
+def embedding_elements(configuration: Configuration) -> float:
+    """Return the parameters of one embedding on one tensor rank, not sharded."""
+    return configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
+
+
+def stage_parameters(configuration: Configuration) -> float:
+    """Return the parameters of the largest stage on one tensor rank, not sharded; a lone stage has two embeddings."""
+    num_embeddings = 2 if configuration.parallelism.pipeline == 1 else 1
+    layers = configuration.layers_per_stage * sum(layer_elements(configuration))
+    return layers + num_embeddings * embedding_elements(configuration)

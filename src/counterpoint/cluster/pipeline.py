@@ -29,11 +29,6 @@ class Bubbles(Value, frozen=True, kw_only=True):
     ends_us: tuple[float, ...]
     busy_us: tuple[float, ...]
 
-    @property
-    def end_us(self) -> float:
-        """When the last stage is done."""
-        return max(self.ends_us)
-
 
 def run_pipeline(
     chunks: Sequence[Sequence[StageTimes]], num_micro_batches: int, send_us: float, *, is_sending_hidden: bool, kind: str
@@ -52,7 +47,7 @@ def run_pipeline(
 
 
 def zero_bubble_order(stage: int, num_stages: int, num_micro_batches: int) -> list[Action]:
-    """The order of one stage in ZB-H1: gradients of weights wait for as many micro-batches as there are stages before it."""
+    """Return one stage's order in ZB-H1: gradients of weights wait for as many micro-batches as stages precede it."""
     warmup = min(num_stages - stage, num_micro_batches)
     order: list[Action] = [("F", 0, number) for number in range(warmup)]
     for number in range(num_micro_batches):
@@ -65,7 +60,7 @@ def zero_bubble_order(stage: int, num_stages: int, num_micro_batches: int) -> li
 
 
 def action_order(stage: int, num_stages: int, num_chunks: int, num_micro_batches: int) -> list[Action]:
-    """The order of one stage: warm-up, one forward and one backward in turn, cool-down."""
+    """Return the order of one stage: warm-up, one forward and one backward in turn, cool-down."""
     total = num_micro_batches * num_chunks
     if num_chunks == 1:
         warmup = min(num_stages - stage - 1, total)
@@ -80,7 +75,7 @@ def action_order(stage: int, num_stages: int, num_chunks: int, num_micro_batches
 
 
 def _work(number: int, num_stages: int, num_chunks: int, *, is_backward: bool) -> tuple[int, int]:
-    """Chunk and micro-batch of a stage's n-th pass in one direction: groups of as many micro-batches as stages."""
+    """Return the chunk and micro-batch of a stage's n-th pass in one direction; groups have a micro-batch per stage."""
     if num_chunks == 1:
         return 0, number
     group, place = divmod(number, num_stages * num_chunks)
@@ -89,7 +84,7 @@ def _work(number: int, num_stages: int, num_chunks: int, *, is_backward: bool) -
 
 
 class _Runner:
-    """Plays actions as soon as what they need is there."""
+    """Runs every action as soon as its inputs have arrived."""
 
     def __init__(
         self,
@@ -109,7 +104,7 @@ class _Runner:
         self._busy = [0.0] * self._stages
 
     def _ready_us(self, stage: int, action: Action) -> float:
-        """When what an action needs has arrived; infinite while it is not known."""
+        """Return when the inputs of an action have arrived; infinite while it is not known."""
         what, chunk, number = action
         place = chunk * self._stages + stage
         if what == "W":

@@ -100,7 +100,7 @@ def _candidates(
 
 
 def _issued_first(step: Step) -> tuple[Directive, ...]:
-    """A head start for collectives that gradients of weights run beside."""
+    """Return a head start for collectives beside which gradients of weights run."""
     racing = {
         operation.name
         for before, operation in zip(step.operations, step.operations[1:], strict=False)

@@ -80,7 +80,7 @@ def _beats(one: ClusterEstimate, other: ClusterEstimate) -> bool:
 
 
 def _ranked(figures: ClusterEstimate) -> tuple[float, ...]:
-    """What decides, more is better."""
+    """Return the figures that decide, of each of which more is better."""
     return figures.tokens_per_s_per_gpu, -figures.memory_bytes, -float(figures.num_gpus)
 
 
@@ -106,7 +106,7 @@ def _on_cores(sweep: SweepFile, pieces: Sequence[Sequence[Point]]) -> Iterator[l
 
 
 def _on_ray(sweep: SweepFile, pieces: Sequence[Sequence[Point]], address: str) -> Iterator[list[SweepRow]]:
-    """Pieces as tasks of a Ray cluster, whose nodes must have this version of Counterpoint installed."""
+    """Run pieces as tasks of a Ray cluster, whose nodes must have this version of Counterpoint installed."""
     try:
         import ray  # noqa: PLC0415  an extra
     except ModuleNotFoundError as problem:

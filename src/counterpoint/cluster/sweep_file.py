@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,7 @@ class Axes(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         found = [len(getattr(self, name)) for name in self.names]
         require(bool(found), MachineError, f"[sweep] holds no values to try; name some of {', '.join(TABLE_OF)}.")
-        total = 1
-        for number in found:
-            total *= number
+        total = math.prod(found)
         require(
             total <= MOST_COMBINATIONS,
             MachineError,
@@ -84,7 +83,7 @@ class Axes(Value, frozen=True, kw_only=True):
         return tuple(name for name in TABLE_OF if getattr(self, name))
 
     def points(self) -> Iterator[dict[str, Any]]:
-        """Every combination, the last axis the fastest."""
+        """Yield every combination; the last axis changes fastest."""
         for values in itertools.product(*(getattr(self, name) for name in self.names)):
             yield dict(zip(self.names, values, strict=True))
 

@@ -59,7 +59,7 @@ class SweepStore:
         self._csv = path.with_name(f"{path.name}.csv") if path is not None and self._is_parquet else path
 
     def read(self, keys: set[str]) -> dict[str, SweepRow]:
-        """Rows that are there, by key. Raises `MachineError` where the file is not of this sweep."""
+        """Return the rows of the file, by key. Raises `MachineError` if the file is not of this sweep."""
         if self._csv is None or not self._csv.exists() or not self._csv.stat().st_size:
             return {}
         text = self._csv.read_text("utf-8", errors="replace")
@@ -79,7 +79,7 @@ class SweepStore:
         return {row.key: row for row in rows}
 
     def append(self, rows: Sequence[SweepRow]) -> None:
-        """Write rows at once. Raises `CounterpointError` where that is impossible."""
+        """Append rows to the file now. Raises `CounterpointError` if that is impossible."""
         if self._csv is None:
             return
         try:
@@ -113,7 +113,7 @@ class SweepStore:
 
 
 def _values(row: SweepRow) -> list[Any]:
-    """A row's cells in the order of the header; None where there is no figure."""
+    """Return a row's cells in the order of the header; None where there is no figure."""
     point = [_joined(row.point.get(name)) for name in TABLE_OF]
     figures = [None if row.estimate is None else _joined(getattr(row.estimate, name)) for name in FIGURES]
     return [row.key, *point, *figures, row.problem]
@@ -128,7 +128,7 @@ def _cells(row: SweepRow) -> list[Any]:
 
 
 def _row(line: Sequence[str]) -> SweepRow:
-    """A row as it was appended; what the axes held stays text."""
+    """Return a row as it was appended; the values of axes stay text."""
     cells = dict(zip(HEADER, line, strict=True))
     point = {name: cells[name] for name in TABLE_OF if cells[name]}
     figures: dict[str, Any] = {name: cells[name] for name in FIGURES}

@@ -20,12 +20,13 @@ EXPLAINED = {
 }
 PCI_BUS_ID_BYTES = 32
 Handle = Any  # cuda-bindings has no types
+SUCCESS = cu.CUresult.CUDA_SUCCESS
 
 
 def check(what: str, result: tuple[Any, ...]) -> Any:
     """Unpack a driver call's result; an error code becomes a `DeviceError` that names the call and the remedy."""
     error, *values = result
-    if error != cu.CUresult.CUDA_SUCCESS:
+    if error != SUCCESS:
         remedy = EXPLAINED.get(error.name, "see the CUDA driver's documentation of this code")
         raise DeviceError(f"{what} failed with {error.name}: {remedy}.")
     return values[0] if len(values) == 1 else values

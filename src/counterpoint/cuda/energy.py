@@ -1,63 +1,41 @@
 """Measures energy with the GPU's own counter: NVML's total energy since the driver was loaded, in millijoules.
 
 The counter advances only every 20 to 100 ms, so a single step cannot be measured: a step is replayed for `LEAST_S` or
-longer, and the mean power between two advances is multiplied by the time of one replay. NVML comes with the driver; it is
-called through `ctypes`, and no package is needed. Volta and later have the counter.
+longer, and the mean power between two advances is multiplied by the time of one replay. Volta and later have
+the counter.
 """
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from counterpoint.cuda.nvml import LIBRARY, Nvml
 from counterpoint.errors import DeviceError
 
-LIBRARY = "libnvidia-ml.so.1"
 LEAST_S = 1.0
 # Clocks and power settle during this share of the replays; advances of the counter during it do not count.
 SETTLING_SHARE = 0.2
 Reading = tuple[float, float]
 
 
-class EnergyCounter:
-    """The energy counter of one GPU, which is given by its address on the PCI bus, as in "0000:18:00.0".
+def open_counter(pci_bus_id: str, library: Any = None) -> Nvml:
+    """Open the energy counter of the GPU at an address on the PCI bus, through `library`, by default the driver's NVML.
 
-    `library` is NVML, by default as `ctypes` loads it. Raises `DeviceError` if the GPU has no counter.
+    Raises `DeviceError` if the library is missing, or the GPU has no counter.
     """
-
-    def __init__(self, pci_bus_id: str, library: Any = None) -> None:
-        self._nvml = _load() if library is None else library
-        self._device = ctypes.c_void_p()
-        _check("starting NVML", self._nvml.nvmlInit_v2())
-        found = self._nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_bus_id.encode(), ctypes.byref(self._device))
-        _check(f"finding GPU {pci_bus_id}", found)
-        self.joules()
-
-    def joules(self) -> float:
-        """Return the energy in joules since the driver was loaded."""
-        millijoules = ctypes.c_ulonglong()
-        counted = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(millijoules))
-        _check("reading the energy counter", counted)
-        return millijoules.value / 1000.0
-
-
-def _load() -> Any:
     try:
-        return ctypes.CDLL(LIBRARY)
+        counter = Nvml(pci_bus_id, library)
+        counter.joules()
     except OSError as problem:
         raise DeviceError(
             f"NVML ({LIBRARY}) cannot be loaded, so energy cannot be measured. It comes with the driver; leave --energy out."
         ) from problem
+    except DeviceError as problem:
+        raise DeviceError(f"{problem} Leave --energy out.") from problem
+    return counter
 
 
-def _check(what: str, code: int) -> None:
-    if code:
-        known = {3: "not supported by this GPU", 4: "no permission", 6: "GPU not found", 9: "driver not loaded"}
-        reason = known.get(code, "see nvmlReturn_t in NVIDIA's documentation")
-        raise DeviceError(f"NVML failed at {what} with error {code} ({reason}). Leave --energy out.")
-
-
-def watch(counter: EnergyCounter, is_over: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> list[Reading]:
+def watch(counter: Nvml, is_over: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> list[Reading]:
     """Return a first reading and each change of the counter until `is_over`: seconds of the clock, and joules."""
     readings = [(clock(), counter.joules())]
     while not is_over():

@@ -22,7 +22,7 @@ OLDEST_TORCH = (2, 11)
 FROM_TRACE = "Without GPUs, plan from a trace: counterpoint tune TRACE."
 
 
-def require_gpu(instead: str = FROM_TRACE) -> None:
+def require_gpu(instead: str) -> None:
     """Raise `DeviceError` without torch, with a torch that is too old, without a GPU, or without cuda-bindings.
 
     Checks in this order, so that no one installs packages for GPUs that are missing. `instead` says what works without.
@@ -30,7 +30,9 @@ def require_gpu(instead: str = FROM_TRACE) -> None:
     _require("torch", "torch", instead)
     found = version("torch")
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
-        raise DeviceError(f"torch {found} is too old; 2.11 or later is needed. Update it. {instead}")
+        raise DeviceError(
+            f"torch {found} is too old; {'.'.join(map(str, OLDEST_TORCH))} or later is needed. Update it. {instead}"
+        )
     import torch  # noqa: PLC0415  only after the checks above
 
     if not torch.cuda.is_available():

@@ -61,10 +61,10 @@ class JobCommand(Value, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
 
-    def number(self, option: str, default: int = 1) -> int:
-        """Return an option's value as a count; `default` if it is absent or not a number."""
+    def number(self, option: str) -> int:
+        """Return an option's value as a count; 1 if it is absent or not a number."""
         number = whole_number(self.options.get(option, ""))
-        return default if number is None else number
+        return 1 if number is None else number
 
 
 class FoundGpu(Value, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ class JobContext(Value, frozen=True, kw_only=True):
         return next((name for name in names if is_set(self.value(name))), None)
 
     def hint(self, *kinds: HintKind) -> Hint | None:
-        """The first hint of one of these kinds."""
+        """Return the first hint of one of these kinds."""
         hints = self.job.hints if self.job else ()
         return next((hint for kind in kinds for hint in hints if hint.kind == kind), None)
 

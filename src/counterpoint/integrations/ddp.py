@@ -331,7 +331,7 @@ def register(
 
 @cache
 def _registered() -> WeakKeyDictionary[DistributedDataParallel, BucketAverages]:
-    """The hooks of this process's models."""
+    """Return the hooks of this process's models."""
     return WeakKeyDictionary()
 
 

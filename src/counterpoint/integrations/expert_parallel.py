@@ -22,7 +22,8 @@ from counterpoint.errors import IntegrationError
 from counterpoint.integrations import transformers_experts
 from counterpoint.integrations.expert_layouts import shared_experts_of, spread_by, torchtitan_layout
 from counterpoint.integrations.overlapped import Overlapped
-from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts, pass_on
+from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts
+from counterpoint.integrations.switched_hooks import pass_on
 from counterpoint.integrations.transformers_experts import TransformersExperts
 from counterpoint.ops.expert_functions import OPERATORS
 from counterpoint.ops.expert_routing import require_experts_schedule

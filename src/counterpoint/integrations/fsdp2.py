@@ -181,17 +181,16 @@ class CopyEnginesInUse:
     """The state of `use_copy_engines`, with its switches and its counts; `print` shows the counts."""
 
     def __init__(
-        self, device: torch.device, num_buffers: int | None, least_part_bytes: int, across_hosts: AcrossHosts
+        self, device: torch.device, num_buffers: int | None, limits: tuple[int, int], across_hosts: AcrossHosts
     ) -> None:
         self._device, self._num_buffers, self._across_hosts = device, num_buffers, across_hosts
-        self._least_part_bytes = least_part_bytes
+        self._least_part_bytes, self.least_piece_bytes = limits
         self._buffers: dict[str, GatherBuffers] = {}
         self._reduces: dict[str, tuple[Lanes, Tally]] = {}
         # not the model itself: whoever keeps this object does not keep the parameters
         self._earlier: list[tuple[ref[FSDPParamGroup], AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
         self.memory = ParameterMemory(device)
-        self.least_piece_bytes = LEAST_PIECE_BYTES
         self.are_gathers_on = self.are_reduces_on = False
         self.refused: dict[str, str] = {}  # modules that stay unchanged, and why
 
@@ -354,21 +353,20 @@ def use_copy_engines(
         for parameters in _parameters_of(module):
             groups.setdefault(parameters, name or "the root")  # modules that were sharded as a list share a group
     _require_untaken(groups)
-    in_use: CopyEnginesInUse | None = None
-    for parameters, name in groups.items():
-        in_use = in_use or CopyEnginesInUse(parameters.device, num_buffers, least_part_bytes, across_hosts)
-        obstacle = _obstacle_to(parameters)
-        if obstacle:
-            in_use.refused[name] = obstacle
-        else:
-            in_use.take_over(parameters)
-    if in_use is None or not in_use._earlier:
-        refused = "; ".join(f"{name}: {why}" for name, why in (in_use.refused if in_use else {}).items())
+    obstacles = {parameters: _obstacle_to(parameters) for parameters in groups}
+    refused = {groups[parameters]: obstacle for parameters, obstacle in obstacles.items() if obstacle}
+    able = [parameters for parameters, obstacle in obstacles.items() if not obstacle]
+    if not able:
+        why = "; ".join(f"{name}: {obstacle}" for name, obstacle in refused.items())
         raise IntegrationError(
             f"No FSDP2 module of {type(model).__name__} has sharded parameters that copies can serve"
-            f"{f' ({refused})' if refused else ''}. Shard one that has some, and leave its collectives to FSDP."
+            f"{f' ({why})' if why else ''}. Shard one that has some, and leave its collectives to FSDP."
         )
-    in_use.least_piece_bytes = least_piece_bytes
+    limits = least_part_bytes, least_piece_bytes
+    in_use = CopyEnginesInUse(able[0].device, num_buffers, limits, across_hosts)
+    in_use.refused |= refused
+    for parameters in able:
+        in_use.take_over(parameters)
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
 

@@ -139,7 +139,7 @@ class GatherBuffers:
 
 @cache
 def _claims() -> dict[tuple[str, str], set[int]]:
-    """The numbers in use, by group and purpose, of models that are alive at the same time in this process."""
+    """Return the numbers in use, by group and purpose, of models that are alive at the same time in this process."""
     return {}
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from counterpoint.cuda.ranks import OLDEST_TORCH
 from counterpoint.errors import reason_of
 from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel
 from counterpoint.integrations.lane_collectives import Tally
@@ -40,7 +41,6 @@ from counterpoint.ops import pool_report
 from counterpoint.step import CollectiveKind
 from counterpoint.units import format_count
 
-OLDEST_TORCH = (2, 11)
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and its target
 Counts = tuple[int, ...]  # calls by copies, those of them in place, those replayed, calls by the library, bytes

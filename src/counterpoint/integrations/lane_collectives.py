@@ -85,7 +85,7 @@ class Tally:
             warn_from_first_rank(line, self._what, words or reason, group=group or self._group)
         self._by_library[reason] = self._by_library.get(reason, 0) + 1
 
-    def count_copies(self, num_bytes: int, num_hosts: int = 1, *, is_in_place: bool = False) -> None:
+    def count_copies(self, num_bytes: int, num_hosts: int, *, is_in_place: bool = False) -> None:
         """Count one more by copies, which moved this many bytes from this rank to others on its host."""
         self.num_by_copies += 1
         self.num_in_place += is_in_place

@@ -21,7 +21,7 @@ from counterpoint.ops.lane import AbstractLane
 from counterpoint.ops.peer_access import obstacle_across
 from counterpoint.ops.runtime import Runtime, all_runtimes, runtime_of
 from counterpoint.sim.calibration import load_calibration
-from counterpoint.sim.collective_times import CollectiveTimes, RankGroup, times_on
+from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Cluster
 from counterpoint.step import CollectiveKind
 from counterpoint.value import require
@@ -211,4 +211,4 @@ def _times(machine_name: str, num_hosts: int) -> CollectiveTimes | str:
         fabric = Cluster(name="this job", machine=machine_name, num_nodes=num_hosts).load()
     except MachineError:
         return f"machine '{machine_name}' describes no network, {NO_ESTIMATE}"
-    return times_on(fabric, load_calibration(fabric.machine))
+    return CollectiveTimes(fabric=fabric, calibration=load_calibration(fabric.machine))

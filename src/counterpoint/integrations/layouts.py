@@ -45,7 +45,7 @@ class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self  # a mesh cannot be copied
 
     def route(self, schedule: str) -> Route:
-        """The arguments of the linear's operator other than tensors."""
+        """Return the arguments of the linear's operator other than tensors."""
         return Route(self.mesh.get_group().group_name, self.mesh.size(), schedule)
 
 

@@ -13,8 +13,8 @@ from counterpoint.display import capped
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.lane_collectives import require_switch, warn_from_first_rank
 from counterpoint.integrations.layouts import Hook
-from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput, Switch
-from counterpoint.integrations.switched_hooks import unless_local
+from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput
+from counterpoint.integrations.switched_hooks import Switch, unless_local
 from counterpoint.ops.operator_call import CallCounts, calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
@@ -88,11 +88,7 @@ class Overlapped:
         It costs nothing in eager mode. Under torch.compile, code is compiled once for each of the two states; later
         switches do not recompile. Raises `IntegrationError` after `undo`.
         """
-        require(
-            isinstance(is_on, bool),
-            IntegrationError,
-            f"use() takes True or False; found a value of type {type(is_on).__name__}. Pass one of them.",
-        )
+        require_switch(is_on=is_on)
         require(
             not self._is_undone,
             IntegrationError,

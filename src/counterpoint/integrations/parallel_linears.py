@@ -10,7 +10,7 @@ guard on the identity of a callable object, and compile every block anew.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from torch import nn
@@ -27,19 +27,9 @@ from counterpoint.integrations.sequence_shards import (
     neighbor_product,
     why_not_multiplied,
 )
+from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import operators
 from counterpoint.ops.operator_call import calls_of
-
-
-@final
-class Switch:
-    """Whether the linears of a model run operators; a copy of the model has the same one."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
-        return self
 
 
 @final
@@ -130,7 +120,7 @@ class ColumnwiseForward:
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The products of the linears of the group, without their biases."""
+        """Return the products of the linears of the group, without their biases."""
         weights = [member.linear.weight for member in self.group]
         dim = self._sharded_dim(given)
         assert dim is not None, "a plain input belongs to a linear that gathers its own"
@@ -142,7 +132,7 @@ class ColumnwiseForward:
         return gather_multiply(cast_for_matmul(shard), parts, dim, self._route)
 
     def _sharded_dim(self, given: torch.Tensor) -> int | None:
-        """The dimension in which an input is sharded; None if it is whole."""
+        """Return the dimension in which an input is sharded; None if it is whole."""
         if not isinstance(given, DTensor):
             return self._input_dim
         placement = given.placements[0]
@@ -216,7 +206,7 @@ ParallelForward: TypeAlias = ColumnwiseForward | RowwiseForward | AllReduceForwa
 
 
 def _features_of(given: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the features, as a local tensor."""
+    """Return this rank's part of the features, as a local tensor."""
     if not isinstance(given, DTensor):
         return given
     features = (Shard(given.ndim - 1),)
@@ -234,7 +224,7 @@ def _runs_originally(activation: tuple[Sequence[int], int, int], route: Route) -
 
 
 def _as_prepared(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
-    """A linear's input as a DTensor, as its original hook makes it; a linear without hooks makes its own."""
+    """Return a linear's input as a DTensor, as its original hook makes it; a linear without hooks makes its own."""
     if layout.input_hook is None or isinstance(given, DTensor):
         return given
     return DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)

@@ -30,9 +30,9 @@ class PlannedPaths(Value, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...] = ()
 
 
-def paths_of(directives: Iterable[Directive], step: Step | None = None) -> Paths:
+def paths_of(directives: Iterable[Directive]) -> Paths:
     """Return the paths that directives request; `planned_paths` also returns what is missing from them."""
-    return planned_paths(directives, step).paths
+    return planned_paths(directives).paths
 
 
 def planned_paths(directives: Iterable[Directive], step: Step | None = None) -> PlannedPaths:

@@ -12,7 +12,7 @@ from torch import nn
 from counterpoint.errors import IntegrationError, cause_of, reason_of
 from counterpoint.integrations import expert_parallel, tensor_parallel
 from counterpoint.integrations.overlapped import Overlapped
-from counterpoint.integrations.paths import EXPERTS, LIBRARY, MATMULS, Integration, PathOffer, Paths
+from counterpoint.integrations.paths import EXPERTS, MATMULS, Integration, PathOffer, Paths
 from counterpoint.units import format_count
 
 Overlapping = Literal["tensor_parallel", "expert_parallel"]
@@ -34,7 +34,7 @@ class OverlapWay(NamedTuple):
 class PreparedOverlaps:
     """What both integrations took; `given` names the schedules of their operators, if a plan does."""
 
-    def __init__(self, given: Paths = LIBRARY) -> None:
+    def __init__(self, given: Paths) -> None:
         self._integrations = (
             OverlapWay(
                 "tensor_parallel",

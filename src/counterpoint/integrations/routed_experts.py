@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from counterpoint.integrations.expert_layouts import WEIGHTS, SpreadLayout
-from counterpoint.integrations.layouts import Hook
-from counterpoint.integrations.parallel_linears import Switch
 from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
 
 
@@ -93,15 +92,6 @@ class SharedExperts:
             if rows.data_ptr() == tokens.data_ptr() and rows.shape == tokens.shape and rows.dtype == tokens.dtype:
                 return result
         return self._forward(tokens)
-
-
-def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """Replace a hook that sends tokens or brings results back: do nothing, because `forward` does it."""
-
-    def hook(*arguments: Any) -> Any:
-        return None if switch.is_on else earlier(*arguments)
-
-    return hook
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:

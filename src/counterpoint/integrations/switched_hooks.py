@@ -1,18 +1,28 @@
-"""Replacements of the hooks that `parallelize_module` registered; while a model's switch is off, they call the
-originals.
+"""The switch of an overlapped model, and replacements of the hooks that a framework registered; while the switch is off,
+they call the originals.
 
 torch.compile guards on what these functions read, so they read the switch and otherwise only constants.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from counterpoint.integrations.layouts import GatheringHook, Hook, LinearLayout
-from counterpoint.integrations.parallel_linears import Switch
+
+
+@final
+class Switch:
+    """Whether the modules of a model run operators; a copy of the model has the same one."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
+        return self
 
 
 def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callable[..., Any]:
@@ -51,13 +61,13 @@ def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..
     return prepare
 
 
-def leave_local(earlier: Hook, switch: Switch) -> Callable[..., Any]:
-    """Replace a hook that turns an input into a DTensor, if the local tensor is needed."""
+def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
+    """Replace a hook by one that leaves inputs or outputs as they are: `forward` needs them so, or does the hook's work."""
 
-    def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        return None if switch.is_on else earlier(module, inputs)
+    def hook(*arguments: Any) -> Any:
+        return None if switch.is_on else earlier(*arguments)
 
-    return prepare
+    return hook
 
 
 def unless_local(earlier: Hook) -> Hook:

@@ -31,7 +31,7 @@ from counterpoint.integrations.parallel_linears import (
     RowwiseForward,
     SharedInput,
 )
-from counterpoint.integrations.switched_hooks import annotate, keep_sharded, leave_local
+from counterpoint.integrations.switched_hooks import annotate, keep_sharded, pass_on
 from counterpoint.ops import operators
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
@@ -131,7 +131,7 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
         overlapped.replace_forward(name, linear, kind(linear, layout, (overlapped.switch, schedule)))
         hooks, key = linear._forward_pre_hooks, layout.input_hook
         if key is not None:
-            overlapped.replace_hook(hooks, key, leave_local(hooks[key], overlapped.switch))
+            overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
 
 
 def _take_column(

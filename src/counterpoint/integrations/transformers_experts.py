@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.integrations.expert_layouts import implementation_of
-from counterpoint.integrations.parallel_linears import Switch
 from counterpoint.integrations.routed_experts import local_part
 from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
 
 NOT_SERVED = {

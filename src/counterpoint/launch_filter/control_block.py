@@ -21,21 +21,8 @@ from typing import Any, TypeVar
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import layout
 from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, FunctionRecord, RuleRecord, SlotRecord
-from counterpoint.launch_filter.rules import FilterRule, Translation, literal_pattern, rules_of, translate
+from counterpoint.launch_filter.rules import FilterRule, literal_pattern
 from counterpoint.value import Value, require
-
-__all__ = [
-    "INITIAL_BLOCK",
-    "ControlBlock",
-    "FilterRule",
-    "FilterState",
-    "RuleCounters",
-    "SeenFunction",
-    "Translation",
-    "block_paths",
-    "rules_of",
-    "translate",
-]
 
 INITIAL_BLOCK = "initial.block"
 NUM_READS = 5  # attempts to read a table before it is reported as damaged
@@ -103,7 +90,8 @@ class SeenFunction(Value, frozen=True, kw_only=True):
 class FilterState(Value, frozen=True, kw_only=True):
     """The state of one process's filter. `counters` are those of `rules`, the table of `generation`, in the same order.
 
-    `num_launches_ex` is how many of `num_launches` came through cuLaunchKernelEx. `driver` is "cuda", "hip" or empty.
+    `num_launches_ex` is how many of `num_launches` came through cuLaunchKernelEx. `driver` is "cuda", "hip", or
+    empty before the process reached the launch functions of a driver.
     """
 
     pid: int
@@ -117,14 +105,12 @@ class FilterState(Value, frozen=True, kw_only=True):
     functions: tuple[SeenFunction, ...]
     problem: str
 
-    @property
-    def driver_found(self) -> bool:
-        """Whether the process has reached the launch functions of a GPU driver."""
-        return bool(self.driver)
-
 
 class ControlBlock:
-    """The open control block of one process. Close it; a second close does nothing."""
+    """The open control block of one process. Close it; a second close does nothing.
+
+    Raises `LaunchFilterError` if the file is no control block.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -149,11 +135,6 @@ class ControlBlock:
             raise LaunchFilterError(
                 f"Cannot write {path}: {problem.strerror}; free space or choose another TMPDIR."
             ) from problem
-
-    @classmethod
-    def open(cls, path: Path) -> "ControlBlock":
-        """Open the block of one process. Raises `LaunchFilterError` if the file is no control block."""
-        return cls(path)
 
     def swap(self, rules: Sequence[FilterRule]) -> int:
         """Put another table in force from the next launch on; counters start at 0. Return the new generation."""

@@ -93,7 +93,7 @@ def chance(differences: Sequence[float], numbers: Sequence[int], rounds: Rounds,
 def _draw_ways(
     numbers: Sequence[int], block_rounds: int, drawn: np.random.Generator
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
-    """Orders of the rounds as they could have been: one row for each draw, 1 or -1 for each round."""
+    """Return orders of the rounds as they could have been: one row for each draw, 1 or -1 for each round."""
     block = np.array([1.0, -1.0] * (block_rounds // 2))
     columns = []
     for first in dict.fromkeys(number // block_rounds for number in numbers):
@@ -129,7 +129,7 @@ class Wealth:
         self._stakes = [self._stakes[number] for number in kept] + [1 / (self._num_starts * (self._num_starts + 1))]
 
     def add(self, difference: float, odds: float) -> None:
-        """One round: its difference, and how likely its order was to be drawn."""
+        """Take the result of a round: its difference, and how likely its order was to be drawn."""
         self._sizes = [*self._sizes[1 - self.RECENT :], abs(difference)]
         scale = statistics.median(self._sizes) / NORMAL_DEVIATION or NO_SCALE
         size = max(-self.LARGEST, min(self.LARGEST, difference / scale))
@@ -139,9 +139,9 @@ class Wealth:
                 bets[number] *= expected / (odds * expected + (1 - odds) * (1 - expected))
 
     def total(self) -> float:
-        """The value of the stake of 1."""
+        """Return what the stake of 1 is worth now."""
         return sum(stake * statistics.fmean(bets) for stake, bets in zip(self._stakes, self._starts, strict=True))
 
     def best_start(self) -> float:
-        """The value of 1 since the luckiest start: whether evidence is gathering."""
+        """Return what a stake of 1 placed at the luckiest start is worth now. If it grows, evidence gathers."""
         return max((statistics.fmean(bets) for bets in self._starts), default=1.0)

@@ -93,7 +93,7 @@ class Guard:
         return 1 if self.is_in_force else LOOKS_BEFORE_RETRIAL * 2**self._num_retrials
 
     def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
-        """The rounds of the present check; empty without any."""
+        """Return the times of the present check; none before its first round."""
         return summarize_turns(labels, [dict(enumerate(pair)) for pair in self._look])
 
     def _give(self, num_rounds: int) -> Order:

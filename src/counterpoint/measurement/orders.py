@@ -65,7 +65,7 @@ class Rounds:
 
 @lru_cache(maxsize=64)
 def _block(seed: int, num_variants: int, block: int) -> tuple[Round, ...]:
-    """One block of rounds: whole squares, with names and the order of rounds drawn at random."""
+    """Return one block of rounds: whole squares, with names and the order of rounds drawn at random."""
     drawn = random.Random(f"{seed}/{num_variants}/{block}")
     names = list(range(num_variants))
     drawn.shuffle(names)

@@ -22,7 +22,7 @@ class Point(Value, frozen=True, kw_only=True):
 
 
 def point(name: str, values: Sequence[float], **at: float | str) -> Point:
-    """The median of repetitions, to six digits, and their spread."""
+    """Return the median of repetitions, to six digits, with their spread."""
     median = statistics.median(values)
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (median,) * 3
     spread = abs((upper - lower) / 2 / median) if median else 0.0

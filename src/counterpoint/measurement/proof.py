@@ -69,7 +69,7 @@ class Proof:
 
 
 def _looks(num_rounds: int) -> Iterator[int]:
-    """Return the numbers of rounds at which to test before all are over."""
+    """Yield the numbers of rounds at which to test before all are over."""
     look = FIRST_LOOK
     while look < LAST_BUT_ONE * num_rounds:
         yield look

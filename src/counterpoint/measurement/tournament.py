@@ -47,7 +47,7 @@ def least_turns(num_candidates: int, answer_turns: int = 0) -> int:
     return heat + 2 * LEAST_PROOF_ROUNDS
 
 
-def num_admitted(num_candidates: int, num_turns: int, answer_turns: int = 0) -> int:
+def num_admitted(num_candidates: int, num_turns: int, answer_turns: int) -> int:
     """Return how many candidates, in order, this many turns can test; 0 if they could not prove even one faster."""
     fitting = (count for count in range(num_candidates, 0, -1) if least_turns(count, answer_turns) <= num_turns)
     return next(fitting, 0)
@@ -106,7 +106,7 @@ class Tournament:
         return self._prove_best(num_turns) if state == "given up" else None
 
     def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
-        """All variants: one that came to be proven in those rounds, the others in the heat. Empty without any round."""
+        """Return the times of all variants: in the proof of those that came so far, else in the heat. Empty at first."""
         proven = {proof.candidate for proof in self._proofs if proof.pairs}
         rows = [{variant: turn for variant, turn in row.items() if variant not in proven} for row in self._heat]
         rows += [{0: first, proof.candidate: second} for proof in self._proofs for first, second in proof.pairs]
@@ -115,7 +115,7 @@ class Tournament:
     # --- the heat ---
 
     def _go_on(self, candidates: Sequence[int]) -> Order:
-        """The rest of the heat; half of it where there are rounds enough for the worse half to drop out then."""
+        """Return the rest of the heat; half of it where there are rounds enough for the worse half to drop out then."""
         num_rounds = max(1, (self._num_heat_turns - self._num_used()) // (len(candidates) + 1))
         if num_rounds >= HALVED_FROM and len(candidates) > 2:
             num_rounds = -(-num_rounds // 2)
@@ -125,7 +125,7 @@ class Tournament:
         return sum(len(row) for row in self._heat)
 
     def _after_heat(self, num_turns: int, *, is_over: bool) -> Order | Verdict | None:
-        """Those surely behind the best drop out once they are half of all; at the end of an order the worse half does."""
+        """Drop those surely behind the best once they are half of all, and the worse half at the end of an order."""
         candidates = self._order.entrants[1:]
         if not self._heat:
             return self._verdict("too few rounds") if is_over else None
@@ -143,7 +143,7 @@ class Tournament:
         return self._go_on(kept) if len(kept) > 1 and has_time else self._prove_best(num_turns)
 
     def _estimated_gains(self, candidates: Sequence[int]) -> tuple[dict[int, float], float]:
-        """Gains over the baseline in the heat, as logarithms, and the standard error of a variant's mean.
+        """Return gains over the baseline in the heat, as logarithms, and the standard error of a variant's mean.
 
         What a round has in common and what a variant has are told apart as by Tukey's median polish ("Exploratory Data
         Analysis", 1977), with means for variants, since not all variants are in all rounds.
@@ -193,7 +193,7 @@ class Tournament:
         return self._order
 
     def _verdict(self, reason: Reason) -> Verdict:
-        """The verdict, with the candidate that did best where it was tried hardest."""
+        """Return the verdict, with the candidate that did best where it was tried hardest."""
         if reason in ("too few rounds", "no candidate"):
             return Verdict(chosen=0, best=0, reason=reason)
         tried = [proof for proof in self._proofs if len(proof.pairs) >= LEAST_PROOF_ROUNDS]
@@ -209,8 +209,9 @@ class Tournament:
         return Verdict(chosen=best if reason == "proven" else 0, best=best, reason=reason, gain=share, needed_gain=needed)
 
     def _best_untried(self, tried: Set[int]) -> tuple[int, float, float]:
-        """Of those that nobody tried to prove, the candidate that did best in the heat, its gain, and the gain that the heat
-        can tell from noise; 0 where a single round does not show the noise."""
+        """Return, of the candidates without a proof, the one that did best in the heat, its gain, and the gain that the
+        heat can tell from noise: 0 if it has only one round.
+        """
         gains, error = self._estimated_gains(range(1, self._num_variants)) if self._heat else ({}, 0.0)
         best = max((each for each in gains if each not in tried), key=lambda each: gains[each], default=0)
         return best, gains.get(best, 0.0), SURE * math.sqrt(2) * error if math.isfinite(error) else 0.0
@@ -243,7 +244,7 @@ def compare(labels: Sequence[str], run: Callable[[int], float], num_rounds: int,
 def measure_rounds(
     labels: Sequence[str], run: Callable[[int], float], num_rounds: int, seed: int
 ) -> tuple[Measurement, ...]:
-    """All variants in every round, in balanced order, and no verdict; `run` and `seed` are as in `compare`."""
+    """Time all variants in every round, in balanced order, without a verdict; `run` and `seed` are as in `compare`."""
     _warm_up(len(labels), run)
     order = Order(number=0, entrants=tuple(range(len(labels))), seed=seed, num_rounds=num_rounds)
     return summarize_rounds(labels, [_run_round(order, number, run) for number in range(num_rounds)])
@@ -258,7 +259,7 @@ def _warm_up(num_variants: int, run: Callable[[int], float]) -> None:
 
 
 def _run_round(order: Order, number: int, run: Callable[[int], float]) -> list[float]:
-    """One round, and its times by entrant."""
+    """Run one round, and return its times by entrant."""
     times = [0.0] * len(order.entrants)
     for place in order.rounds().order(number):
         times[place] = run(order.entrants[place])

@@ -44,13 +44,13 @@ class Measurement(Value, frozen=True, kw_only=True):
     num_rounds: int
 
     def is_faster(self) -> bool:
-        """Whether it is faster than the baseline beyond the spread. This only describes: a kept plan must be proven
+        """Return whether it is faster than the baseline beyond the spread. This only describes: a kept plan must be proven
         faster.
         """
         return self.ratio < 1 - self.spread
 
     def is_slower(self) -> bool:
-        """Whether it is slower than the baseline beyond the spread; this only describes."""
+        """Return whether it is slower than the baseline beyond the spread; this only describes."""
         return self.ratio > 1 + self.spread
 
 
@@ -79,7 +79,7 @@ class Comparison(Value, frozen=True, kw_only=True):
         return self.verdict.chosen
 
     def describe(self) -> str:
-        """The verdict in one sentence, for plans and reports."""
+        """Return the verdict in one sentence, for plans and reports."""
         return describe(self.verdict, self.measurements)
 
 
@@ -93,12 +93,12 @@ class Order(Value, frozen=True, kw_only=True):
     first_round: int = 0
 
     def rounds(self) -> Rounds:
-        """The orders of the rounds; they name places in `entrants`."""
+        """Return the orders of the rounds; they name places in `entrants`."""
         return Rounds(self.seed, len(self.entrants))
 
 
 def describe(verdict: Verdict, measurements: Sequence[Measurement]) -> str:
-    """A verdict in one sentence."""
+    """Return the verdict in one sentence."""
     if verdict.reason == "no candidate":
         return "there was no candidate to try; leave it as it is"
     if verdict.reason == "too few rounds":
@@ -119,7 +119,7 @@ def describe(verdict: Verdict, measurements: Sequence[Measurement]) -> str:
 
 
 def summarize_rounds(labels: Sequence[str], rounds: Sequence[Sequence[float | None]]) -> tuple[Measurement, ...]:
-    """What rounds of times say: one entry a round and in it one time a variant, None where it took no part.
+    """Summarize rounds. Each has the time of every variant in microseconds, or None for one that took no part.
 
     The first variant is the baseline, and takes part in every round.
     """
@@ -127,7 +127,7 @@ def summarize_rounds(labels: Sequence[str], rounds: Sequence[Sequence[float | No
 
 
 def summarize_turns(labels: Sequence[str], rounds: Sequence[Mapping[int, Sequence[float]]]) -> tuple[Measurement, ...]:
-    """The same from turns of several steps: in each round, the turns by variant. Empty without a round."""
+    """Summarize rounds of turns, by variant; a turn has the times of several steps. Empty without a round."""
     variants = range(len(labels))
     times = [[statistics.median(row[each]) if each in row else None for each in variants] for row in rounds]
     return summarize_rounds(labels, times) if times else ()
@@ -148,7 +148,7 @@ def _summarize(label: str, variant: int, rounds: Sequence[Sequence[float | None]
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the width of the middle half of values; of fewer than 4, the distance of the largest from the least."""
+    """Return half the width of the middle half of values; of fewer than 4, the distance of the largest from the least."""
     if len(values) < 4:
         return max(values) - min(values)
     quarters = statistics.quantiles(values, n=4)

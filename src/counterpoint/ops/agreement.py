@@ -124,7 +124,7 @@ class Agreement:
 
         From then on the group is out of step.
         """
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the store has ended: the next round reports that
             for refused in [] if self._never_ends else self._all_refused():
                 if refused.call <= self.num_calls and refused.round > self._exchange.num_rounds:
                     self._hear_of(refused.problem, refused.round)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, final
 
 from cuda.bindings import driver as cu
 
+from counterpoint.cuda.driver import Handle
 from counterpoint.ops.allocations import LIBRARY
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.schedule.expert_layout import Counts
 
-Handle = Any  # cuda-bindings has no types
 SYMBOL = "cuMemcpyBatchAsync_v2"  # from CUDA 13.0 on
 LEAST_BATCH = 4  # most blocks copied by one driver call
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t

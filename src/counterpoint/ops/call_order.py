@@ -8,17 +8,15 @@ follows the call. No other stream has its priority, so that none shares its hard
 """
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.ops.watchdog import Watchdog
 
-Handle = Any  # cuda-bindings has no types
 WATCH_PRIORITY = -2  # as torch counts; lanes and kernels for experts have others
-SUCCESS = cu.CUresult.CUDA_SUCCESS
 NO_TIMING = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
 

@@ -7,7 +7,7 @@ once, before anything is replayed. `recorded_copies.py` defines the recorded gra
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, final
+from typing import final
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, are_in_turn, cut, obstacle_of
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import Handle, check
 from counterpoint.cuda.driver_graph import StandIn
 from counterpoint.errors import CounterpointError, DeviceError, cause_of
 from counterpoint.ops.agreement import share_obstacles
@@ -24,8 +24,6 @@ from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Rec
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.value import Value
-
-Handle = Any  # cuda-bindings has no types
 
 
 class Landing(Value, frozen=True, kw_only=True):

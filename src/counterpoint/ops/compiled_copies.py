@@ -5,13 +5,13 @@ A call that repeats at the same addresses is recorded and replayed (`graph_cache
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.ops.added_matmul import reserve_workspaces
 from counterpoint.ops.call_order import NO_TIMING, CallOrder
 from counterpoint.ops.computation import half_precision_settings
@@ -39,9 +39,7 @@ from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
 from counterpoint.schedule.program import FREE, Flag, Instruction, Program
 
-Handle = Any  # cuda-bindings has no types
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
-SUCCESS = cu.CUresult.CUDA_SUCCESS
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 

@@ -5,19 +5,16 @@ Each is a single driver call or a call of torch, and looks up only what differs 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.ops.computation import bind_computation, rows_in
 from counterpoint.ops.transport import Tensors, Weights
 from counterpoint.schedule.actions import Region
 from counterpoint.schedule.program import Instruction
 
-Handle = Any  # cuda-bindings has no types
-SUCCESS = cu.CUresult.CUDA_SUCCESS
 WAIT = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 WRITE = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
 WRITE_64 = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64

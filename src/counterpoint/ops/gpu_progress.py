@@ -10,17 +10,15 @@ has its own locks and queues (H200, driver 580; docs/log.md, "how a wait is ende
 """
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.errors import DeviceError
 from counterpoint.ops.watchdog import AbstractProgress
 
-Handle = Any  # cuda-bindings has no types
-SUCCESS = cu.CUresult.CUDA_SUCCESS
 NON_BLOCKING = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 

@@ -163,7 +163,7 @@ def two_levels(runtime: Runtime, places: Sequence[range]) -> HostLevels:
 
 @cache
 def _known_splits() -> dict[str, list[tuple[dist.ProcessGroup, list[str], list[dist.ProcessGroup]]]]:
-    """The groups of this process that were split, by name, each with its ranks' hosts, and its inner and outer group."""
+    """Return the split groups of this process by name: each one's hosts by rank, and its inner and outer group."""
     return {}
 
 

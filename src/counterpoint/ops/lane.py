@@ -19,7 +19,7 @@ import torch
 from counterpoint.cuda.block_sums import Arrived, Pieces
 from counterpoint.ops.graph_cache import Key
 
-ALIGNMENT = 512  # alignment in bytes of every part of a lane's memory
+ALIGNMENT = 512  # alignment in bytes of every part of symmetric memory
 
 
 class AbstractLane(ABC):
@@ -93,7 +93,7 @@ class AbstractLane(ABC):
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
 
     @abstractmethod
     def close(self) -> None:

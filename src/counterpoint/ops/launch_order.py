@@ -7,14 +7,11 @@ that the other leaves. CUDA promises only its best effort; H200s comply. Calls t
 host's order of issue.
 """
 
-from typing import Any
-
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check, waits_of
+from counterpoint.cuda.driver import Handle, check, waits_of
 from counterpoint.ops.driver_calls import Call, Issue
 
-Handle = Any  # cuda-bindings has no types
 KERNEL = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
 PROGRAMMATIC = int(cu.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
 ALL_BLOCKS_HAVE_BEGUN = cu.CU_GRAPH_KERNEL_NODE_PORT_LAUNCH_ORDER

@@ -16,12 +16,11 @@ from cuda.bindings import driver as cu
 from cuda.bindings import nvrtc
 
 from counterpoint.controls import MOST_LIGHT_RANKS
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import Handle, check
 from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
-Handle = Any  # cuda-bindings has no types
 MAX_PEERS = MOST_LIGHT_RANKS - 1
 THREADS = 128
 VECTOR_BYTES = 16  # bytes that a thread moves at once

@@ -43,12 +43,8 @@ class MessageWatchdog:
         finally:
             self._is_waiting.clear()
 
-    def close(self) -> None:
-        """Stop watching."""
-        self.stop()
-
     def stop(self, within_s: float | None = None) -> None:
-        """Stop watching, and wait for the thread's end, for at most so long."""
+        """Stop watching, and wait for the thread's end, `within_s` at most."""
         self._closed.set()
         self._is_waiting.set()
         if self._thread is not None:

@@ -57,7 +57,7 @@ class Messages(AbstractTransport):
         return int(self.memory.numel())
 
     def num_recordings(self) -> int:
-        """Zero: there are no graphs on CPUs."""
+        """Return 0: there are no graphs on CPUs."""
         return 0
 
     def close(self) -> None:

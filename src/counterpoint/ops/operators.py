@@ -130,15 +130,8 @@ def _run_matmul_reduce_scatter_backward(
     gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
-    key = key_of((REDUCE_BACKWARD, group_name, schedule), gradient, activation, weight)
-    known, transposed = known_call(key, group_name), [weight.t()]
-    if known is None:
-        call = OperatorCall(REDUCE_BACKWARD, ([gradient], transposed, group_name))
-        call.plan((activation.shape[0], *weight.shape), schedule)
-        names = "shard", "activation", "product", "weight_gradient"
-        known = call.keep(key, names, _gradient_shapes(gradient, activation, weight, group_name, schedule))
-    of_activation, of_weight = known.run([gradient.contiguous(), activation.contiguous()], transposed)
-    return of_activation, of_weight
+    operands = gradient, activation, weight
+    return _gradients_of_two(REDUCE_BACKWARD, ("shard", "activation"), operands, group_name, schedule)
 
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
@@ -167,15 +160,31 @@ def _run_all_to_all_matmul_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
-    key = key_of((EXCHANGE_BACKWARD, group_name, schedule), gradient, tokens, weight)
+    operands = gradient, tokens, weight
+    return _gradients_of_two(EXCHANGE_BACKWARD, ("activation", "shard"), operands, group_name, schedule)
+
+
+def _gradients_of_two(
+    torch_pass: TorchPass,
+    names: tuple[str, str],
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group_name: str,
+    schedule: str,
+) -> Pair:
+    """Return the gradients of an operator's left operand and of its one weight.
+
+    `operands`: the result's gradient, the left operand and the weight. `names`: the buffers of the first two.
+    """
+    gradient, left, weight = operands
+    key = key_of((torch_pass, group_name, schedule), *operands)
     known, transposed = known_call(key, group_name), [weight.t()]
     if known is None:
-        call = OperatorCall(EXCHANGE_BACKWARD, ([gradient], transposed, group_name))
-        call.plan((tokens.shape[0], *weight.shape), schedule)
-        names = "activation", "shard", "product", "weight_gradient"
-        known = call.keep(key, names, _gradient_shapes(gradient, tokens, weight, group_name, schedule))
-    of_tokens, of_weight = known.run([gradient.contiguous(), tokens.contiguous()], transposed)
-    return of_tokens, of_weight
+        call = OperatorCall(torch_pass, ([gradient], transposed, group_name))
+        call.plan((left.shape[0], *weight.shape), schedule)
+        shapes = _gradient_shapes(gradient, left, weight, group_name, schedule)
+        known = call.keep(key, (*names, "product", "weight_gradient"), shapes)
+    of_left, of_weight = known.run([gradient.contiguous(), left.contiguous()], transposed)
+    return of_left, of_weight
 
 
 def _num_columns(weights: Matrices) -> int:

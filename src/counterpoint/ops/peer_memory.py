@@ -5,15 +5,14 @@ Symmetric memory (`symmetric.py`) is allocated for the purpose; this module maps
 any tensor, such as those of a captured step.
 """
 
-from typing import Any, final
+from typing import final
 
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, check
 from counterpoint.errors import DeviceError
 from counterpoint.value import Value
 
-Handle = Any  # cuda-bindings has no types
 LAZY_PEER_ACCESS = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
 
@@ -28,7 +27,7 @@ def whereabouts_of(address: int) -> Whereabouts:
     """Return the location of the memory at `address`. Raises `DeviceError` for memory that other processes cannot open."""
     base, _ = check("Finding an allocation", cu.cuMemGetAddressRange(cu.CUdeviceptr(address)))
     error, handle = cu.cuIpcGetMemHandle(base)
-    if error != cu.CUresult.CUDA_SUCCESS:
+    if error != SUCCESS:
         raise DeviceError(
             f"other ranks cannot open its memory ({error.name}), for example that of expandable segments; take "
             "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"

@@ -80,7 +80,7 @@ def _why_not(directive: Directive, control: Control) -> str:
 
 @cache
 def _holder() -> list[PlanInForce]:
-    """The one plan of this process."""
+    """Return the one plan of this process."""
     return [PlanInForce(LEAVE_IT)]
 
 

@@ -7,7 +7,6 @@ ENTERED when its previous replay has ended, which took the peer's ARRIVED, which
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import msgspec
 import torch
@@ -15,13 +14,12 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.block_sums import Arrived, sum_arrived, warm_up
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import Handle, check
 from counterpoint.cuda.driver_graph import StandIn
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.signals import Signals
 from counterpoint.value import Value
 
-Handle = Any  # cuda-bindings has no types
 ENTERED, ARRIVED, RETURNED = range(3)
 NUM_FLAGS = 3  # of each collective
 NON_BLOCKING = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
-from counterpoint.machine import Machine, load_machine, machine_for_device
+from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
 from counterpoint.ops.expert_group import ExpertGroup
@@ -34,7 +34,6 @@ from counterpoint.schedule.actions import Operation, Pass
 from counterpoint.schedule.heuristic import Pick, pick_schedule
 from counterpoint.units import format_count
 
-DEFAULT_MACHINE = "h200"
 MAX_SCHEDULES = 256  # most schedules of one group; each holds CUDA events, and a model has a few shapes
 NUM_EVICTED = 64  # evicted at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
@@ -277,7 +276,7 @@ class Runtime:
         return self._experts
 
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
         held = sum(lane.num_symmetric_bytes() for lane in self._lanes.values())
         return held + sum(each.num_symmetric_bytes() for each in (self.transport, self._experts) if each is not None)
 
@@ -289,7 +288,7 @@ class Runtime:
     def close(self) -> None:
         """Free all memory."""
         known_calls().clear()
-        self._watchdog.close()
+        self._watchdog.stop()
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()

@@ -7,13 +7,13 @@ kernel, and starves behind a matmul that fills the registers (measured: 14 ms in
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import Handle, check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.driver_calls import (
     WAIT,
@@ -30,7 +30,6 @@ from counterpoint.ops.gpu_progress import GpuProgress
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.watchdog import Watchdog
 
-Handle = Any  # cuda-bindings has no types
 FLAG_BYTES = 4
 EXCHANGE = "exchange"  # the kind of a batch that sets flags and waits for others
 WORD = 2**32
@@ -80,7 +79,7 @@ class Flags:
         return self.own(numbers.start, 0), len(numbers) * self._num_ranks
 
     def num_bytes(self) -> int:
-        """Bytes of symmetric memory."""
+        """Return the bytes of symmetric memory that the signals take."""
         return int(self._memory.local.numel())
 
 

@@ -11,6 +11,7 @@ from typing import final
 
 import torch
 
+from counterpoint.ops.lane import aligned
 from counterpoint.schedule.actions import Buffer, CopySchedule, Region
 from counterpoint.schedule.program import Instruction
 from counterpoint.value import Value
@@ -65,7 +66,7 @@ class AbstractTransport(ABC):
 
     @abstractmethod
     def num_symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory held on this rank."""
+        """Return the bytes of symmetric memory held on this rank."""
 
     @abstractmethod
     def num_recordings(self) -> int:
@@ -106,9 +107,7 @@ def with_slices(tensors: Tensors, buffers: Sequence[Buffer]) -> dict[str, torch.
 
 @final
 class Layout:
-    """The layout of a schedule's symmetric buffers: one after the other, each at a multiple of 512 bytes."""
-
-    ALIGNMENT = 512
+    """The layout of a schedule's symmetric buffers: one after the other, each aligned as parts of lanes are."""
 
     def __init__(self, schedule: CopySchedule, element_bytes: int) -> None:
         self._row_bytes = {buffer.name: buffer.num_columns * element_bytes for buffer in schedule.buffers}
@@ -118,11 +117,11 @@ class Layout:
             if buffer.home == "symmetric":
                 num_bytes = buffer.num_rows * self._row_bytes[buffer.name]
                 self.places[buffer.name] = Place(buffer=buffer.name, start=end, num_bytes=num_bytes)
-                end += -(-num_bytes // self.ALIGNMENT) * self.ALIGNMENT
+                end += aligned(num_bytes)
         self.num_bytes = end
 
     def row_bytes(self, buffer: str) -> int:
-        """Bytes of one row."""
+        """Return the bytes of one row."""
         return self._row_bytes[buffer]
 
     def sent_bytes(self, steps: Sequence[Instruction]) -> int:

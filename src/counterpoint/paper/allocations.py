@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from counterpoint.controls import Control, Priority, ResidencyCap
+from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.errors import OccupancyError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
@@ -17,8 +17,9 @@ from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.occupancy import cap_shared_bytes, residency, room_for, shared_bytes_per_cta, sm_load
 from counterpoint.paper.cases import COLLECTIVES, SIZES, paper_description
+from counterpoint.paper.grid import Parts, plan_of
 from counterpoint.paper.launches import compiled_for
-from counterpoint.plan import Directive, Match, Plan
+from counterpoint.plan import Match
 from counterpoint.sim import Simulator
 from counterpoint.step import Footprint, Kernel, Step
 from counterpoint.value import Value
@@ -128,10 +129,9 @@ def _with_bytes(footprint: Footprint, dynamic_bytes: int) -> Footprint:
 
 def _time_us(step: Step, machine: Machine, cap: ResidencyCap | None) -> float:
     """Return the simulated makespan with a cap on all matmuls and, if the driver heeds it, priority of the collectives."""
-    controls: list[tuple[Match, Control]] = []
+    parts: Parts = []
     if machine.gpu.priority_is_effective:
-        controls.append((Match(kind="communication"), Priority(priority=machine.gpu.greatest_priority)))
+        parts.append((Match(kind="communication"), Priority(priority=machine.gpu.greatest_priority)))
     if cap is not None:
-        controls.append((Match(kind="computation"), cap))
-    plan = Plan(directives=tuple(Directive(match=match, controls=(control,), reason="grid") for match, control in controls))
-    return measure(Simulator().run(step, machine, plan)).makespan_us
+        parts.append((Match(kind="computation"), cap))
+    return measure(Simulator().run(step, machine, plan_of(parts))).makespan_us

@@ -79,7 +79,7 @@ def paper_grid(step: Step, machine: Machine) -> dict[str, Plan]:
         grid[f"priority + cap {ctas_per_sm} ({dynamic:,} B)"] = priority + cap
     if not machine.gpu.priority_is_effective:
         grid = {label: parts for label, parts in grid.items() if not label.startswith("priority")}
-    return {label: _plan(parts) for label, parts in grid.items()}
+    return {label: plan_of(parts) for label, parts in grid.items()}
 
 
 def _caps(gpu: Gpu, footprints: Sequence[Footprint]) -> Iterator[tuple[int, int]]:
@@ -89,7 +89,8 @@ def _caps(gpu: Gpu, footprints: Sequence[Footprint]) -> Iterator[tuple[int, int]
             yield ctas_per_sm, cap_shared_bytes(gpu, footprint, ctas_per_sm)
 
 
-def _plan(parts: Parts) -> Plan:
+def plan_of(parts: Parts) -> Plan:
+    """Return the plan that applies each control to its match."""
     return Plan(directives=tuple(Directive(match=match, controls=(control,), reason="grid") for match, control in parts))
 
 
@@ -98,7 +99,7 @@ def sweep_plans(step: Step, machine: Machine) -> dict[str, Plan]:
     parts: dict[str, Parts] = {PLAIN: []}
     if machine.gpu.priority_is_effective:
         parts[PRIORITY] = [(Match(kind="communication"), Priority(priority=machine.gpu.greatest_priority))]
-    return {label: _plan(each) for label, each in parts.items()} | _copied(step)
+    return {label: plan_of(each) for label, each in parts.items()} | _copied(step)
 
 
 def _copied(step: Step) -> dict[str, Plan]:
@@ -106,7 +107,7 @@ def _copied(step: Step) -> dict[str, Plan]:
     kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
     if not kinds or not kinds <= {*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES}:
         return {}
-    return {COPY_ENGINES: _plan([(Match(kind="communication"), MOVED)])}
+    return {COPY_ENGINES: plan_of([(Match(kind="communication"), MOVED)])}
 
 
 def simulate_paper(step: Step, machine: Machine) -> PaperResult:
@@ -148,24 +149,18 @@ def measure_paper(
 ) -> PaperResult:
     """Measure the grid on GPUs, interleaved with plain overlap, and simulate it from the captured step.
 
-    `forms` are variants that no rewriting of the overlapped step makes, such as sequential; this function closes them. The
-    planner chooses first, by `num_choice_rounds`; then its plan runs as a row of the grid, in the same rounds.
+    The planner chooses first, by `num_choice_rounds`; then its plan runs as a row of the grid, in the same rounds. `forms`
+    are as in `measure_variants`.
     """
     step = overlapped.read.step
-    with ExitStack() as opened:
-        for form in forms.values():
-            opened.callback(form.executable.close)
-        choice = tune_measured(overlapped, machine, num_rounds=num_choice_rounds).plan
-        plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
-        scale, simulated = simulated_rows(step, machine, plans)
-        grid = _make_ready(overlapped, {**_movable(overlapped, plans), CHOICE: choice}, opened)
-        variants = {PLAIN: grid[PLAIN], **forms, **grid}
-        rows = _measured_rows(overlapped, variants, simulated, readings, num_rounds)
+    choice = tune_measured(overlapped, machine, num_rounds=num_choice_rounds).plan
+    plans = {**paper_grid(step, machine), **_copied(step), CHOICE: choice}
+    rows, ideal_us = measure_variants(overlapped, machine, readings, plans=plans, forms=forms, num_rounds=num_rounds)
     return PaperResult(
         workload=step.name,
         machine=machine.name,
         num_ranks=step.num_ranks,
-        ideal_us=scale.ideal_us,
+        ideal_us=ideal_us,
         rows=rows,
         choice=choice,
     )
@@ -176,16 +171,16 @@ def measure_variants(
     machine: Machine,
     readings: Readings,
     *,
+    plans: Mapping[str, Plan],
     forms: Mapping[str, Variant],
     num_rounds: int,
 ) -> tuple[tuple[PaperRow, ...], float]:
-    """Measure the variants of a sweep's point on GPUs; also return the ideal. `forms` are as in `measure_paper`."""
-    step = overlapped.read.step
+    """Measure plans on GPUs in the same rounds, and simulate them; return a row for each, and the ideal in microseconds.
+
+    `forms` are variants that no rewriting of the overlapped step makes, such as sequential; the caller closes them.
+    """
+    scale, simulated = simulated_rows(overlapped.read.step, machine, plans)
     with ExitStack() as opened:
-        for form in forms.values():
-            opened.callback(form.executable.close)
-        plans = sweep_plans(step, machine)
-        scale, simulated = simulated_rows(step, machine, plans)
         grid = _make_ready(overlapped, _movable(overlapped, plans), opened)
         variants = {PLAIN: grid[PLAIN], **forms, **grid}
         rows = _measured_rows(overlapped, variants, simulated, readings, num_rounds)
@@ -197,7 +192,7 @@ def _movable(overlapped: Replayable, plans: Mapping[str, Plan]) -> dict[str, Pla
     found = {label: plan for label, plan in plans.items() if label != COPY_ENGINES}
     able, _ = able_as_copies(overlapped, Match(kind="communication"))
     if able:
-        found[COPY_ENGINES] = _plan([(Match(operations=able), MOVED)])
+        found[COPY_ENGINES] = plan_of([(Match(operations=able), MOVED)])
     return found
 
 

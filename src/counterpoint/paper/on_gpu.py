@@ -9,13 +9,14 @@ from msgspec.structs import replace
 
 from counterpoint.cuda.capture import Captured, capture, record
 from counterpoint.cuda.driver_graph import DriverGraph
-from counterpoint.cuda.energy import LEAST_S, EnergyCounter, mean_watts, watch
+from counterpoint.cuda.energy import LEAST_S, mean_watts, watch
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.nvml import Nvml
 from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.paper.cases import Axis, SweepCase, cases_of, with_ranks, with_stages
-from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants, why_no_copies
+from counterpoint.paper.grid import Readings, Variant, measure_paper, measure_variants, sweep_plans, why_no_copies
 from counterpoint.paper.values import SEQUENTIAL, Energy, PaperResult, Sweep, SweepPoint
 from counterpoint.paper.workloads import (
     PaperWorkload,
@@ -60,7 +61,7 @@ def sweeps_of(
 
 
 def measure_sweep(
-    description: Description, axis: Axis, cases: Sequence[SweepCase], num_rounds: int, *, with_energy: bool = False
+    description: Description, axis: Axis, cases: Sequence[SweepCase], num_rounds: int, *, with_energy: bool
 ) -> Sweep:
     """Capture and measure each case in turn; all ranks call this together."""
     found = [measure_case(case, num_rounds, with_energy=with_energy) for case in cases]
@@ -69,7 +70,7 @@ def measure_sweep(
 
 
 def measure_workload(
-    description: Description, num_rounds: int, num_choice_rounds: int, *, with_energy: bool = False
+    description: Description, num_rounds: int, num_choice_rounds: int, *, with_energy: bool
 ) -> tuple[PaperResult, Step]:
     """Capture the workload and measure its grid; all ranks call this together. Also returns the captured step.
 
@@ -88,12 +89,13 @@ def measure_workload(
     return replace(result, iterations=description.iterations, sum_by="one kernel"), step
 
 
-def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False) -> tuple[str, SweepPoint]:
+def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool) -> tuple[str, SweepPoint]:
     """Capture a case and measure its variants; all ranks call this together. Also returns the machine's name."""
     described = case.description
     with _captured(described, with_energy) as (overlapped, readings, forms):
         machine = machine_of(overlapped)
-        rows, ideal_us = measure_variants(overlapped, machine, readings, forms=forms, num_rounds=num_rounds)
+        plans = sweep_plans(overlapped.read.step, machine)
+        rows, ideal_us = measure_variants(overlapped, machine, readings, plans=plans, forms=forms, num_rounds=num_rounds)
         obstacle = why_no_copies(overlapped)
     point = SweepPoint(setting=case.setting, num_ranks=described.num_ranks, iterations=described.iterations)
     return machine.name, point.with_rows(rows, ideal_us, f"copy engines were left out: {obstacle}" if obstacle else "")
@@ -101,12 +103,14 @@ def measure_case(case: SweepCase, num_rounds: int, *, with_energy: bool = False)
 
 @contextmanager
 def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Captured, Readings, dict[str, Variant]]]:
-    """Yield the overlapped step, the readings of its variants, and its sequential form, which `measure_*` closes."""
+    """Yield the overlapped step, the readings of its variants, and its sequential form; close all of them."""
     workload = PaperWorkload(description)
     sequential = record(workload.sequential)  # its owner must live until the graph is instantiated
-    form = Variant(executable=DriverGraph(sequential.graph.raw_cuda_graph()).instantiate(), is_engaged=True)
     counter = open_energy_counter() if with_energy else None
-    with closing(capture(workload.overlapped, description.name)) as overlapped:
+    with (
+        closing(DriverGraph(sequential.graph.raw_cuda_graph()).instantiate()) as in_sequence,
+        closing(capture(workload.overlapped, description.name)) as overlapped,
+    ):
         offer_copies(overlapped)
         overlapped.read = replace(overlapped.read, step=with_stages(overlapped.read.step, description))
         readings = Readings(
@@ -114,7 +118,7 @@ def _captured(description: Description, with_energy: bool) -> Iterator[tuple[Cap
             overlap_ratio=lambda executable: overlap_ratio(overlapped, executable),
             energy=lambda executable: None if counter is None else measure_energy(overlapped, executable, counter),
         )
-        yield overlapped, readings, {SEQUENTIAL: form}
+        yield overlapped, readings, {SEQUENTIAL: Variant(executable=in_sequence, is_engaged=True)}
 
 
 def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float | None:
@@ -127,7 +131,7 @@ def overlap_ratio(captured: Captured, executable: AbstractExecutable) -> float |
     return measure(timeline).overlap_ratio if len(shown) == len(captured.read.step.operations) else None
 
 
-def measure_energy(captured: Captured, executable: AbstractExecutable, counter: EnergyCounter) -> Energy:
+def measure_energy(captured: Captured, executable: AbstractExecutable, counter: Nvml) -> Energy:
     """Return the joules of one replay on all GPUs, from at least `LEAST_S` of replays; all ranks call this together."""
     number = max(2, math.ceil(LEAST_S * US_PER_S / captured.time_us(executable)))
     captured.rendezvous.meet()

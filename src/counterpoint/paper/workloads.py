@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from counterpoint.cuda.driver import pci_bus_id
-from counterpoint.cuda.energy import EnergyCounter
+from counterpoint.cuda.energy import open_counter
 from counterpoint.cuda.graph import AbstractExecutable
+from counterpoint.cuda.nvml import Nvml
 from counterpoint.errors import WorkloadError
 from counterpoint.paper.cases import check_memory
 from counterpoint.workloads.description import Description, Gemm, parse_bytes
@@ -181,9 +182,9 @@ def check_fits(description: Description) -> None:
     check_memory(description, free_bytes + reusable_bytes, "what is free is")
 
 
-def open_energy_counter() -> EnergyCounter:
+def open_energy_counter() -> Nvml:
     """Open the energy counter of this rank's GPU. Raises `DeviceError`."""
-    return EnergyCounter(pci_bus_id(torch.cuda.current_device()))
+    return open_counter(pci_bus_id(torch.cuda.current_device()))
 
 
 def launch_in_a_row(executable: AbstractExecutable, number: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:

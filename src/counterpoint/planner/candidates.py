@@ -56,7 +56,7 @@ def propose(
     """
     candidates: list[Candidate] = []
     refusals: list[Refusal] = []
-    with_peers = [entry for entry in contention if _group_size(step, entry) > 1]
+    with_peers = [entry for entry in contention if step.collective(entry.collective).group_size > 1]
     light = (propose_light_kernels(step, machine, with_peers),) if applier == "graph" else ()
     on_sms = (
         *light,
@@ -76,12 +76,6 @@ def propose(
         candidates.extend(part.candidates)
         refusals.extend(part.refusals)
     return proposal(candidates, refusals)
-
-
-def _group_size(step: Step, entry: Contention) -> int:
-    collective = step.operations[entry.collective]
-    assert isinstance(collective, Collective), "contention is listed for collectives"
-    return collective.group_size
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
@@ -105,7 +99,7 @@ def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate
 
     Triton matmuls of some tiles took 6 to 7 % less so, on H100s or H200s (docs/shaping.md).
     """
-    kernels = [each for number in rivals if isinstance(each := step.operations[number], Kernel)]
+    kernels = [step.kernel(number) for number in rivals]
     total_us: dict[str, float] = {}
     for each in kernels:
         total_us[each.name] = total_us.get(each.name, 0.0) + (each.lone_us or 0.0)
@@ -197,7 +191,7 @@ def propose_caps(gpu: Gpu, blockers: Sequence[Blocker]) -> Proposal:
 
 
 def _useful_cap(gpu: Gpu, blocker: Blocker) -> Iterator[Directive]:
-    """Return the cap of one kernel, or None if the collective already fits beside it.
+    """Yield the cap of one kernel; nothing if the collective already fits beside the kernel as it is.
 
     Raises `OccupancyError` if no cap pays.
     """
@@ -227,14 +221,12 @@ def _blockers(step: Step, gpu: Gpu, contention: Sequence[Contention], plan: Plan
     found: dict[str, Blocker] = {}
     planned = plan.controls_of(step)
     for entry in contention:
-        collective = step.operations[entry.collective]
-        assert isinstance(collective, Collective), "contention is listed for collectives"
+        collective = step.collective(entry.collective)
         light = [control for control in planned[entry.collective] if isinstance(control, LightKernel)]
         footprint = collective.footprint or communication_footprint(gpu, collective.library)
         footprint = light_footprint(gpu, light[-1]) if light else footprint
         for number in entry.blockers:
-            kernel = step.operations[number]
-            assert isinstance(kernel, Kernel), "blockers are kernels"
+            kernel = step.kernel(number)
             blocker = Blocker(
                 name=kernel.name, footprint=kernel.footprint, communication=footprint, cta_us=_cta_us(gpu, kernel)
             )
@@ -264,12 +256,8 @@ def _communication_ctas(step: Step, gpu: Gpu, contention: Sequence[Contention]) 
         return refusal(
             "communication_ctas", "all collectives", "no kernel that could use a collective's SMs runs at the same time"
         )
-    collectives = [(entry.collective, step.operations[entry.collective]) for entry in beside]
-    managed = {
-        index: operation
-        for index, operation in collectives
-        if isinstance(operation, Collective) and operation.library in ("nccl", "rccl")
-    }
+    collectives = {entry.collective: step.collective(entry.collective) for entry in beside}
+    managed = {index: each for index, each in collectives.items() if each.library in ("nccl", "rccl")}
     if not managed:
         return refusal("communication_ctas", "all collectives", "only NCCL and RCCL accept a limit on their CTAs")
     match = Match(kind="communication", operations=tuple(managed))

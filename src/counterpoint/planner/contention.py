@@ -28,7 +28,7 @@ class Contention(Value, frozen=True, kw_only=True):
 
 
 def find_contention(step: Step, timeline: Timeline, plan: Plan = LEAVE_IT) -> tuple[Contention, ...]:
-    """One entry per collective that runs on SMs under `plan`, in the order of the step.
+    """Return one entry per collective that runs on SMs under `plan`, in the order of the step.
 
     `timeline` is the step's under that plan; `companions` are the kernels that ran beside the collective.
     """
@@ -100,7 +100,7 @@ def find_rivals(step: Step) -> tuple[int, ...]:
 
 
 def _racing(step: Step, together: Sequence[int]) -> Iterator[int]:
-    """Return, of operations that become ready together, the kernels for which a collective of another stream becomes
+    """Yield, of operations that become ready together, the kernels for which a collective of another stream becomes
     ready as well.
     """
     streams = {step.operations[number].stream for number in together if isinstance(step.operations[number], Collective)}

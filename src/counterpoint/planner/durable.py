@@ -67,7 +67,7 @@ class DurableMatches:
 
 
 def _levels(operation: Operation, controls: Sequence[Control]) -> Iterator[Match]:
-    """Descriptions of an operation, from the widest to the narrowest.
+    """Return descriptions of an operation, from the widest to the narrowest.
 
     Whether copies can move a collective, or whether it can be joined with its matmul, depends on its kind, so the kind
     is always given.

@@ -82,28 +82,22 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
     on_main = [number for number, each in _movable(step) if each.stream == main]
     if on_main:
         names = dict.fromkeys(each.collective for each in step.operations if isinstance(each, Collective))
-        used = dict.fromkeys(_collective(step, number).collective for number in on_main)
+        used = dict.fromkeys(step.collective(number).collective for number in on_main)
         yield OWN_STREAM.format(" and ".join(name for name in names if name in used)), _on_own_stream(step, main, on_main)
     gathers = _beside(step, main, "all_gather")
     if len(gathers) > 1:
         earlier = _prefetched(step, main, gathers)
         if earlier != step:
             yield PREFETCH, earlier
-    for buckets in _bucket_runs(step, main):
+    if buckets := _buckets(step, main):
         yield LARGER_BUCKETS, _merged(step, buckets)
         halves = _halved(step, main, buckets)
         if halves != step:
             yield SMALLER_BUCKETS, halves
 
 
-def _collective(step: Step, number: int) -> Collective:
-    operation = step.operations[number]
-    assert isinstance(operation, Collective), "asked for collectives only"
-    return operation
-
-
 def _beside(step: Step, main: int, collective: str) -> list[int]:
-    """Collectives of one kind that run on streams without computation."""
+    """Return collectives of one kind that run on streams without computation."""
     found = [(number, each) for number, each in _movable(step) if each.stream != main]
     return [number for number, each in found if each.collective == collective]
 
@@ -191,11 +185,11 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
     return sorted(part)
 
 
-def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
+def _buckets(step: Step, main: int) -> list[int]:
     """Return the longest run of all-reduces in which no operation waits for one before the next is issued, as with
-    gradient buckets.
+    gradient buckets; none if it has fewer than `LEAST_BUCKETS`.
     """
-    reductions = [n for n in _beside(step, main, "all_reduce") if _collective(step, n).num_bytes >= LEAST_BUCKET_BYTES]
+    reductions = [n for n in _beside(step, main, "all_reduce") if step.collective(n).num_bytes >= LEAST_BUCKET_BYTES]
     first_use: dict[int, int] = {}
     for number, operation in enumerate(step.operations):
         for wait in operation.waits_for:
@@ -208,12 +202,11 @@ def _bucket_runs(step: Step, main: int) -> Iterator[list[int]]:
         else:
             runs.append([number])
     longest = max(runs, key=len, default=[])
-    if len(longest) >= LEAST_BUCKETS:
-        yield longest
+    return longest if len(longest) >= LEAST_BUCKETS else []
 
 
 def _are_alike(step: Step, one: int, other: int) -> bool:
-    first, second = _collective(step, one), _collective(step, other)
+    first, second = step.collective(one), step.collective(other)
     return (first.stream, first.group_size, first.process_group) == (second.stream, second.group_size, second.process_group)
 
 
@@ -228,7 +221,7 @@ def _merged(step: Step, buckets: Sequence[int]) -> Step:
         if number not in partner:
             entries.append(((number,), operation))
             continue
-        first, second = _collective(step, partner[number]), _collective(step, number)
+        first, second = step.collective(partner[number]), step.collective(number)
         together = replace(
             _waiting(second, (wait.operation for wait in first.waits_for)),
             num_bytes=first.num_bytes + second.num_bytes,
@@ -267,7 +260,7 @@ def _filled_by(step: Step, main: int, bucket: int) -> int:
 
 
 def _half(step: Step, number: int, which: int) -> Collective:
-    whole = _collective(step, number)
+    whole = step.collective(number)
     num_bytes = whole.num_bytes // 2
     return replace(
         whole,

@@ -14,7 +14,7 @@ from counterpoint.planner.proposal import ALL_COLLECTIVES, Proposal, one, propos
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.effects import obstacle_to_light
 from counterpoint.sim.nodes import obstacle_to_copies
-from counterpoint.step import Collective, Step
+from counterpoint.step import Step
 from counterpoint.units import format_us
 
 SHARES_OF_SMS = (4, 2, 1)  # CTAs on a fourth of the SMs, on half, on all: those that were measured
@@ -28,8 +28,7 @@ def propose_light_kernels(step: Step, machine: Machine, contention: Sequence[Con
     able: list[int] = []
     refusals: dict[str, Refusal] = {}
     for entry in waiting:
-        collective = step.operations[entry.collective]
-        assert isinstance(collective, Collective), "contention is listed for collectives"
+        collective = step.collective(entry.collective)
         obstacle = obstacle_to_copies(collective, step.num_ranks, machine) or obstacle_to_light(
             collective, machine.gpu, load_calibration()
         )

@@ -129,12 +129,12 @@ def tune_measured(
 
 
 def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Trial]:
-    """Return trials of controls for which the simulator saw no use and whose effects it cannot predict."""
+    """Yield trials of controls for which the simulator saw no use and whose effects it cannot predict."""
     tried = {family for trial in simulated.trials for family in trial.families if len(trial.families) == 1}
     for candidate in propose_unsimulated(step, machine):
         if candidate.family not in tried:
             trial = attempt(step, machine, Simulator(), candidate)
-            yield msgspec.structs.replace(trial, directives=DurableMatches(step).directives(trial.directives))
+            yield replace(trial, directives=DurableMatches(step).directives(trial.directives))
 
 
 def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:

@@ -90,7 +90,7 @@ def _saved(step: Step, buffers: FlatBuffers, moved: Sequence[int]) -> str:
 
 
 def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:
-    """Return the collectives, with their numbers, to which no control of these kinds applies."""
+    """Yield the collectives, with their numbers, to which no control of these kinds applies."""
     for index, (operation, controls) in enumerate(zip(step.operations, plan.controls_of(step), strict=True)):
         if isinstance(operation, Collective) and not any(isinstance(control, taken_by) for control in controls):
             yield index, operation
@@ -216,8 +216,7 @@ def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int
             obstacle = found if isinstance(found, str) else None
         if obstacle is None:
             able.append(index)
-            numbers = pairs.found[index].matmuls
-            matmuls.extend(each for number in numbers if isinstance(each := step.operations[number], Kernel))
+            matmuls.extend(step.kernel(number) for number in pairs.found[index].matmuls)
         else:
             key = operation.collective, obstacle.split(":")[0]  # refusals that differ only in their times are merged
             refusals.setdefault(key, Refusal(control="overlap_matmul", target=operation.collective, reason=obstacle))

@@ -28,7 +28,7 @@ def machine_of(captured: Captured) -> Machine:
     return machine
 
 
-def tune_captured(captured: Captured, machine: Machine | None = None) -> MeasuredTuning:
+def tune_captured(captured: Captured, machine: Machine | None) -> MeasuredTuning:
     """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
     offer_copies(captured)
     offer_light_kernels(captured)
@@ -38,24 +38,22 @@ def tune_captured(captured: Captured, machine: Machine | None = None) -> Measure
     return tuning
 
 
-def tune_step_function(
-    step_fn: Callable[[], object], machine: Machine | None = None, *, use_cache: bool = True, guard_every: int = 1000
-) -> Applied:
+def tune_step_function(step_fn: Callable[[], object], machine: Machine | None) -> Applied:
     """Capture `step_fn`, find its plan, apply it, and return the result: call `replay()` instead of `step_fn`.
 
     `step_fn` must issue the same work each time, on every rank, and must be repeatable: capture and measurement call and
-    replay it many times. With `use_cache`, a plan measured earlier for the same step, GPU, driver, NCCL, torch and
-    number of ranks is used without measuring. Raises `DeviceError` (also for a step that draws random numbers),
+    replay it many times. A plan measured earlier for the same step, GPU, driver, NCCL, torch and number of ranks is used
+    without measuring. Raises `DeviceError` (also for a step that draws random numbers),
     `MachineError`, or `PlanError` if ranks disagree.
     """
     captured = capture(step_fn)
     captured.require_repeatable()
-    plan = kept_plan(captured) if use_cache else None
+    plan = kept_plan(captured)
     if plan is None:
         plan = tune_captured(captured, machine).plan
     else:
         _offer_what_is_planned(captured, plan)
-    return apply(captured, plan, guard_every=guard_every, is_owner=True)
+    return apply(captured, plan, is_owner=True)
 
 
 def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:

@@ -52,7 +52,7 @@ class TunedOperator(Value, frozen=True, kw_only=True):
         return self.measurements[self.chosen].median_us
 
     def reason(self) -> str:
-        """Why this schedule was chosen, in words for the plan."""
+        """Return why this schedule was chosen, in words for the plan."""
         if not self.chosen:
             return f"measured: sequential takes {format_us(self.sequential_us)}; {self._no_gain()}"
         chosen = self.measurements[self.chosen]
@@ -87,7 +87,7 @@ class OperatorTuning(Value, frozen=True, kw_only=True):
 
 
 def descriptions_to_measure(problem: Problem, machine: Machine, direction: Pass) -> tuple[ScheduleDescription, ...]:
-    """`sequential`, the heuristic's pick, and the best few by the estimate; each once."""
+    """Return `sequential`, the heuristic's pick, and the best few by the estimate; each once."""
     picked = pick_schedule(problem, machine, direction).description
     ranked = [candidate.description for candidate in rank_candidates(problem, machine, direction)]
     return tuple(dict.fromkeys((SEQUENTIAL, picked, *ranked[:NUM_CANDIDATES])))

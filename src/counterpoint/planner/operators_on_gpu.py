@@ -42,7 +42,7 @@ def measure_operators(
     timer: AbstractCallTimer | None = None,
     num_rounds: int = 15,
 ) -> OperatorTuning:
-    """Like `tune_operators`, with the measurements."""
+    """Tune as `tune_operators` does, and also return the measurements."""
     runtime = runtime_of_group(group)
     own_timer = timer or open_call_timer(runtime)
     wanted = tuple(dict.fromkeys(runtime.requests if requests is None else requests))

@@ -25,15 +25,15 @@ class Proposal(Value, frozen=True, kw_only=True):
 
 
 def proposal(candidates: Iterable[Candidate] = (), refusals: Iterable[Refusal] = ()) -> Proposal:
-    """Candidates and refusals together."""
+    """Return candidates and refusals as one proposal."""
     return Proposal(candidates=tuple(candidates), refusals=tuple(refusals))
 
 
 def refusal(control: str, target: str, reason: str) -> Proposal:
-    """A proposal without candidates, for one reason."""
+    """Return a proposal without candidates, for one reason."""
     return proposal(refusals=[Refusal(control=control, target=target, reason=reason)])
 
 
 def one(family: str, label: str, match: Match, controls: tuple[Control, ...], reason: str) -> Candidate:
-    """A candidate of one directive."""
+    """Return a candidate of one directive."""
     return Candidate(family=family, label=label, directives=(Directive(match=match, controls=controls, reason=reason),))

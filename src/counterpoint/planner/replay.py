@@ -29,7 +29,7 @@ class ReplayAccuracy(Value, frozen=True, kw_only=True):
         return max(abs(self.makespan_error), abs(self.exposed_difference))
 
     def describe(self) -> str:
-        """In words, as in "makespan +0.5 %, exposed -0.1 % of the makespan, overlap +1.1 points"."""
+        """Return words such as "makespan +0.5 %, exposed -0.1 % of the makespan, overlap +1.1 points"."""
         exposed = f"exposed {format_change(self.exposed_difference)} of the makespan"
         words = f"makespan {format_change(self.makespan_error)}, {exposed}"
         if self.overlap_difference is None:

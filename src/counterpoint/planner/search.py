@@ -114,7 +114,7 @@ class _Bench:
         return any(self._applier in control.refused_by for control in controls)
 
     def trials(self) -> tuple[Trial, ...]:
-        """All trials in the order they were made."""
+        """Return all trials in the order they were made."""
         return tuple(self._known.values())
 
 
@@ -260,7 +260,7 @@ def _refusals(proposed: Proposal, trials: Sequence[Trial], chosen: Trial) -> tup
 
 
 def _effect(change: float) -> str:
-    """A change of the makespan in words."""
+    """Return the change of the makespan in words."""
     if abs(change) <= NEGLIGIBLE:
         return "no effect"
     return f"{format_percent(abs(change))} {'slower' if change > 0 else 'faster'}"

@@ -43,7 +43,7 @@ def allocations_page(found: Sequence[tuple[Machine, MachineAllocations]]) -> str
 
 
 def _summary(found: Sequence[MachineAllocations]) -> Iterator[str]:
-    """Return, by machine and workload, the cap with the shortest simulated time, if any is faster than no cap."""
+    """Yield, by machine and workload, the cap with the shortest simulated time, if any is faster than no cap."""
     names = [f"{case}_{tile}" for case in CASES for tile in SHAPED_TILES]
     yield "The bytes per CTA with the shortest simulated time, and the change against no cap. *none*: no cap saves 1 %, the"
     yield "least that a simulation can tell."

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from counterpoint.analysis.values import Analysis, Recoverable
+from counterpoint.analysis.values import Analysis
+from counterpoint.display import cut
 from counterpoint.errors import printable
 from counterpoint.report.analysis_tables import tables_of
-from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.report.analysis_words import applicable, key_figures, notes_of, problems_of, subject
 from counterpoint.report.figure_tables import FigureTable, format_cell
 from counterpoint.units import format_count, format_us
 
@@ -30,7 +31,7 @@ def markdown_summary(analysis: Analysis) -> str:
     for key in SHOWN_TABLES:
         if key in tables:
             lines += _table(tables[key])
-    lines += _applications(analysis.recoverable)
+    lines += _applications(analysis)
     lines += _list("Notes", notes_of(analysis))
     lines += _list("Unknown", problems_of(analysis))
     return "\n".join(lines).rstrip() + "\n"
@@ -38,9 +39,7 @@ def markdown_summary(analysis: Analysis) -> str:
 
 def _plain(text: str, most: int = MOST_SENTENCE) -> str:
     """Escape text so that Markdown shows it verbatim: no link, mention, formatting or HTML element."""
-    shown = printable(text)
-    cut = shown if len(shown) <= most else shown[: most - 3] + "..."
-    return _SPECIAL.sub(r"\\\1", cut).replace("@", PARTED_AT)
+    return _SPECIAL.sub(r"\\\1", cut(printable(text), most)).replace("@", PARTED_AT)
 
 
 def _list(title: str, sentences: Iterable[str]) -> list[str]:
@@ -70,10 +69,9 @@ def _grid(headers: Iterable[str], sides: Iterable[str], rows: Iterable[Iterable[
     yield ""
 
 
-def _applications(recoverable: Iterable[Recoverable]) -> Iterator[str]:
-    """Return the lines to paste, in a collapsible block."""
-    worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
-    for each in worth:
+def _applications(analysis: Analysis) -> Iterator[str]:
+    """Yield the lines to paste, in a collapsible block."""
+    for each in applicable(analysis):
         block = "\n".join(printable(line) for line in each.apply)
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", block)), default=0))
         title = escape(printable(each.what)).replace("@", PARTED_AT)  # Markdown escapes have no effect inside HTML elements

@@ -16,8 +16,8 @@ import msgspec
 from counterpoint.analysis.values import SCHEMA, Analysis, Cause
 from counterpoint.errors import CounterpointError, package_version, printable
 from counterpoint.report.analysis_tables import tables_of
-from counterpoint.report.analysis_timeline import ROLES, Limits, cut, describe_timeline, is_one_clock, timeline_data
-from counterpoint.report.analysis_words import CAUSES, key_figures, notes_of, problems_of, subject
+from counterpoint.report.analysis_timeline import ROLES, Limits, describe_timeline, is_one_clock, safe_text, timeline_data
+from counterpoint.report.analysis_words import CAUSES, applicable, key_figures, notes_of, problems_of, subject
 from counterpoint.report.figure_tables import Cell, FigureColumn, FigureTable, format_cell
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 from counterpoint.value import save_text, shipped_text
@@ -110,7 +110,7 @@ def _hash(text: str) -> str:
 
 
 def _safe(text: str) -> str:
-    return escape(cut(text, 2_000))
+    return escape(safe_text(text, 2_000))
 
 
 def _json(value: object) -> str:
@@ -201,9 +201,9 @@ _FIGURE = ' class="figure"'
 
 
 def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[str]:
-    """Return cells that hold the figure beside its text, so that the page sorts by figures."""
+    """Yield cells that hold the figure beside its text, so that the page sorts by figures."""
     for column, cell in zip(columns, row, strict=True):
-        shown = escape(cut(format_cell(column.kind, cell)))
+        shown = escape(safe_text(format_cell(column.kind, cell)))
         if column.kind == "text" and len(shown) > LONG_TEXT:
             yield f'<td class="text long"><div class="clamp">{shown}</div></td>'
         elif column.kind == "text":
@@ -214,7 +214,7 @@ def _cells(columns: Iterable[FigureColumn], row: tuple[Cell, ...]) -> Iterator[s
 
 def _apply(analysis: Analysis) -> str:
     """Return the lines of every change that has some, ready to paste."""
-    worth = sorted((each for each in analysis.recoverable if each.apply), key=lambda each: -each.recovers_us)
+    worth = applicable(analysis)
     blocks = "".join(
         f"<h3>{_safe(each.what)}: {format_us(each.recovers_us)} per step</h3>"
         f"<pre>{escape(chr(10).join(printable(line) for line in each.apply))}</pre>"

@@ -31,7 +31,7 @@ def _step_times(step: StepFigures) -> tuple[float, ...]:
 
 
 def ranks_table(analysis: Analysis) -> FigureTable:
-    """A mean steady step of each rank."""
+    """Return the table of the ranks' mean steady steps."""
     return new_figures(
         "ranks",
         "Ranks",
@@ -107,7 +107,7 @@ def critical_path_table(analysis: Analysis) -> FigureTable:
 
 
 def idle_table(analysis: Analysis) -> FigureTable:
-    """What streams wait for."""
+    """Return the table of what streams wait for."""
     return new_figures(
         "idle",
         "Idle time of streams",
@@ -122,7 +122,7 @@ def idle_table(analysis: Analysis) -> FigureTable:
 
 
 def slowdowns_table(analysis: Analysis) -> FigureTable:
-    """What communication costs the computation beside it."""
+    """Return the table of what communication costs the computation beside it."""
     rows = [row for rank in analysis.ranks for row in rank.slowdowns]
     return new_figures(
         "slowdowns",
@@ -144,7 +144,7 @@ def slowdowns_table(analysis: Analysis) -> FigureTable:
 
 
 def operators_table(analysis: Analysis) -> FigureTable:
-    """Operators by time, as a mean over ranks."""
+    """Return the table of operators by time, as a mean over ranks."""
     rows: dict[tuple[str, str, str], list[OperatorRow]] = {}
     for rank in analysis.ranks:
         for row in rank.operators:

@@ -1,6 +1,6 @@
 """Prints `analyze` for people: one screen with the verdict in a box, then tables that fit the terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, Group
@@ -8,11 +8,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from counterpoint.analysis.values import Analysis, Recoverable
+from counterpoint.analysis.values import Analysis
 from counterpoint.display import cut
 from counterpoint.errors import printable
 from counterpoint.report.analysis_tables import tables_of
-from counterpoint.report.analysis_words import key_figures, notes_of, problems_of, subject
+from counterpoint.report.analysis_words import applicable, key_figures, notes_of, problems_of, subject
 from counterpoint.report.figure_tables import Cell, FigureColumn, FigureTable, format_cell
 from counterpoint.report.text import bullets, new_table
 from counterpoint.units import format_count, format_us
@@ -33,7 +33,7 @@ def print_analysis(console: Console, analysis: Analysis) -> None:
     for table in tables_of(analysis):
         if len(table.rows) > 1 or not table.is_breakdown:  # one row repeats the totals
             _print_table(console, table)
-    _print_applications(console, analysis.recoverable)
+    _print_applications(console, analysis)
     _print_lines(console, "notes", notes_of(analysis))
     _print_lines(console, "unknown", problems_of(analysis))
 
@@ -106,9 +106,9 @@ def _needed(table: FigureTable, place: int) -> int:
     return max(len(column.name), min(longest, TEXT_WIDTH) if column.kind == "text" else longest)
 
 
-def _print_applications(console: Console, recoverable: Sequence[Recoverable]) -> None:
+def _print_applications(console: Console, analysis: Analysis) -> None:
     """Print the *To apply* block of the changes that recover most."""
-    worth = sorted((each for each in recoverable if each.apply), key=lambda each: -each.recovers_us)
+    worth = applicable(analysis)
     if not worth:
         return
     console.print(Text("To apply", style="bold"))

@@ -10,13 +10,13 @@ from typing import get_args
 
 from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, ExposedInterval, LaneInterval, RankAnalysis, Role
+from counterpoint.display import cut
 from counterpoint.errors import printable
 from counterpoint.report.analysis_words import CAUSES
-from counterpoint.units import format_count, format_us
+from counterpoint.units import NS_PER_US, format_count, format_us
 from counterpoint.value import Value
 
 ROLES: tuple[Role, ...] = get_args(Role)
-NS_PER_US = 1_000
 MOST_NAME = 300  # most letters of a kernel's name
 
 
@@ -43,17 +43,17 @@ class Names:
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str) -> int:
-        """The number of a text, new or known."""
-        return self._numbers.setdefault(cut(text), len(self._numbers))
+        """Return the number of a text, new or known."""
+        return self._numbers.setdefault(safe_text(text), len(self._numbers))
 
     def texts(self) -> list[str]:
-        """All texts in the order of their numbers."""
+        """Return all texts in the order of their numbers."""
         return list(self._numbers)
 
 
-def cut(text: str, most: int = MOST_NAME) -> str:
-    """Return a text that is safe to show, cut if it is very long."""
-    return printable(text if len(text) <= most else text[: most - 3] + "...")
+def safe_text(text: str, most: int = MOST_NAME) -> str:
+    """Return a text without control characters, cut if it is very long."""
+    return printable(cut(text, most))
 
 
 def timeline_data(analysis: Analysis, limits: Limits) -> dict[str, object]:
@@ -95,7 +95,7 @@ def shown_intervals(analysis: Analysis, rank: RankAnalysis) -> list[ExposedInter
 
 
 def is_one_clock(analysis: Analysis) -> bool:
-    """Whether the drawn steps of all ranks can stand on one clock."""
+    """Return whether the drawn steps of all ranks can stand on one clock."""
     offsets = dict(analysis.clock_offsets_us)
     is_known = len(analysis.ranks) == 1 or is_logged(analysis.ranks) or all(rank.rank in offsets for rank in analysis.ranks)
     return is_known and len({rank.shown_step for rank in analysis.ranks}) <= 1
@@ -142,7 +142,7 @@ def _shown_us(rank: RankAnalysis) -> float:
 
 
 def _told(analysis: Analysis, most: int) -> set[tuple[int, float]]:
-    """Rank and start of the intervals whose evidence the page holds: the longest."""
+    """Return rank and start of the intervals whose evidence the page holds: the longest."""
     shown = [each for rank in analysis.ranks for each in shown_intervals(analysis, rank)]
     shown.sort(key=lambda each: -each.duration_us)
     return {(each.rank, each.start_us) for each in shown[:most]}

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.values import Analysis, Aspect, Cause
+from counterpoint.analysis.values import Analysis, Aspect, Cause, Recoverable
 from counterpoint.errors import printable
-from counterpoint.units import format_numbers, format_percent, format_us
+from counterpoint.units import format_numbered, format_percent, format_us
 
 MOST_RANKS_NAMED = 6
 
@@ -47,7 +47,7 @@ def subject(analysis: Analysis) -> str:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks: "rank 3", "ranks 0-3, 6"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_numbers(ranks, MOST_RANKS_NAMED)}"
+    return format_numbered("rank", ranks, MOST_RANKS_NAMED)
 
 
 def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
@@ -67,6 +67,11 @@ def key_figures(analysis: Analysis) -> list[tuple[str, str]]:
     if analysis.unrecoverable_us is not None:
         figures.append(("not recoverable", format_us(analysis.unrecoverable_us)))
     return figures
+
+
+def applicable(analysis: Analysis) -> list[Recoverable]:
+    """Return the changes that come with lines to paste, those that recover most first."""
+    return sorted((each for each in analysis.recoverable if each.apply), key=lambda each: -each.recovers_us)
 
 
 def notes_of(analysis: Analysis) -> list[str]:

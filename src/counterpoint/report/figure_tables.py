@@ -58,17 +58,17 @@ def _format_number(number: float) -> str:
 
 
 def text_column(name: str, *, is_detail: bool = False) -> FigureColumn:
-    """A column of text."""
+    """Return a column of text."""
     return FigureColumn(name=name, is_detail=is_detail)
 
 
 def figure_columns(kind: Kind, *names: str, is_detail: bool = False) -> tuple[FigureColumn, ...]:
-    """Columns of one kind of figure."""
+    """Return columns of one kind of figure."""
     return tuple(FigureColumn(name=name, kind=kind, is_detail=is_detail) for name in names)
 
 
 def new_figures(
     key: str, title: str, caption: str, columns: Sequence[FigureColumn], rows: Iterable[tuple[Cell, ...]]
 ) -> FigureTable:
-    """A table; its rows in the order they come."""
+    """Return a table with these rows, in their order."""
     return FigureTable(key=key, title=title, caption=caption, columns=tuple(columns), rows=tuple(rows))

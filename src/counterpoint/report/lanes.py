@@ -41,7 +41,7 @@ def draw_lanes(timeline: Timeline, num_columns: int, total_us: float) -> tuple[L
 
 
 def _busy_shares(spans: list[tuple[float, float]], num_columns: int, total_us: float) -> tuple[float, ...]:
-    """Share of each column that the union of `spans` covers."""
+    """Return the share of each column that the union of `spans` covers."""
     width_us = total_us / num_columns
     shares = [0.0] * num_columns
     covered_us = 0.0

@@ -33,7 +33,7 @@ class WholeWordTable(Table):
                     column.width = None
 
     def _blocks(self) -> Iterable[RenderableType]:
-        """For each row its first cell on a line of its own, and below it the others, each behind the name of its column."""
+        """Yield each row's first cell on a line of its own, and below it the others, each behind the name of its column."""
         headers = [column.header for column in self.columns[1:]]
         for first, *others in zip(*(list(column.cells) for column in self.columns), strict=True):
             named = Table.grid(padding=(0, 2, 0, 0))
@@ -45,7 +45,7 @@ class WholeWordTable(Table):
 
 
 def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measurement:
-    """From the width of the column's longest word to that of its longest cell."""
+    """Return the widths of the column's longest word and of its longest cell."""
     found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
     longest = max(each.maximum for each in found)
     word = longest if column.no_wrap else min(max(each.minimum for each in found), LONGEST_WHOLE)
@@ -53,7 +53,7 @@ def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measu
 
 
 def _shrunk(measured: list[Measurement], room: int) -> list[int]:
-    """Widths that fit: the widest column gives way first, and none beyond its longest word."""
+    """Return widths that fit: the widest column gives way first, and none beyond its longest word."""
     widths = [min(each.maximum, max(room, each.minimum)) for each in measured]
     while sum(widths) > room:
         widest = max((place for place, each in enumerate(measured) if widths[place] > each.minimum), key=widths.__getitem__)

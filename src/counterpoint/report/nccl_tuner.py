@@ -113,7 +113,7 @@ def tuner_file(plan: Plan, step: Step | None = None) -> TunerFile:
 
 
 def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Iterator[tuple[CollectiveKind, int, int]]:
-    """Return the kinds and sizes that a match accepts."""
+    """Yield the kinds and sizes that a match accepts."""
     match = directive.match
     if step is None:
         _require_kinds(match)
@@ -140,8 +140,7 @@ def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Ite
 
 
 def _size_of(step: Step, index: int) -> tuple[CollectiveKind, int | None]:
-    operation = step.operations[index]
-    assert isinstance(operation, Collective), "only collectives are asked for"
+    operation = step.collective(index)
     return operation.collective, operation.num_bytes
 
 

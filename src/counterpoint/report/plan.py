@@ -122,7 +122,7 @@ def print_to_apply(console: Console, ways: Sequence[Application]) -> None:
 
 
 def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Return what a plan states about itself, the verdict first; a missing fact is an empty string."""
+    """Yield what a plan states about itself, the verdict first; a missing fact is an empty string."""
     yield "verdict", plan.verdict
     step = f"'{plan.step_name}'" if plan.step_name else ""
     yield "step", " ".join(filter(None, (step, f"({plan.step_fingerprint})" if plan.step_fingerprint else "")))

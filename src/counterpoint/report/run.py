@@ -13,7 +13,7 @@ from counterpoint.engagement import Engagement, State
 from counterpoint.plan import Refusal
 from counterpoint.report.gpu import STATE_STYLES, print_measurements
 from counterpoint.report.refusals import merge_alike
-from counterpoint.report.text import MIN_WIDTH, new_table, print_plan, shorten
+from counterpoint.report.text import new_table, print_plan, shorten
 from counterpoint.supervised.proof import ControlProof, ProcessProof
 from counterpoint.supervised.run import RunOutcome
 from counterpoint.supervised.settings import UNDECIDED, LiveRecord
@@ -27,13 +27,6 @@ NO_STEP = (
     "live tuning never began: no process with a rank (RANK, as torchrun sets it) finished a step. A step ends "
     "with a call of an optimizer's step() or of counterpoint.step()"
 )
-
-
-def new_error_console() -> Console:
-    """Return a console like that of all reports, on standard error."""
-    console = Console(stderr=True, soft_wrap=False, markup=False, emoji=False)
-    console.width = max(MIN_WIDTH, console.width)
-    return console
 
 
 def print_outcome(console: Console, outcome: RunOutcome) -> None:

@@ -104,7 +104,7 @@ def tell_order(lane: StreamLane, num_columns: int, total_us: float) -> str:
 
 
 def _placed(lane: StreamLane, num_columns: int, total_us: float) -> Iterator[tuple[LaneSpan, int, int]]:
-    """Return every span with its first column and the one after its last; a span is dropped only if the columns are used
+    """Yield every span with its first column and the one after its last; a span is dropped only if the columns are used
     up.
     """
 

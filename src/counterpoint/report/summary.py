@@ -165,7 +165,7 @@ def _scale(job: Job, plan: Plan) -> Scale:
 
 
 def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
-    """Return both ideals, each with its assumption."""
+    """Yield both ideals, each with its assumption."""
     remark = "with today's dependencies"
     if scale.inexact_us is not None:
         remark = f"as traced; inexact, because lone times and inferred dependencies give {format_us(scale.inexact_us)}"

@@ -44,7 +44,7 @@ def print_sweep(console: Console, sweep: SweepFile, rows: Sequence[SweepRow], be
 
 
 def _print_front(console: Console, names: Sequence[str], best: Sequence[SweepRow]) -> None:
-    """A table; on a terminal too narrow for it, two lines for each row, so that nothing is cut inside a word."""
+    """Print a table; on a terminal too narrow for it, two lines for each row, so that no word is cut."""
     units = ("step", "tokens/s/GPU", "", "MFU", "memory", "GPUs")
     table = new_table(", ".join(names), *units)
     most = max(row.estimate.tokens_per_s_per_gpu for row in best if row.estimate is not None)
@@ -79,9 +79,9 @@ def _worded(value: object) -> str:
 
 
 def tell_progress(show: Callable[[str], None], clock: Callable[[], float]) -> Callable[[int, int], None]:
-    """A listener that shows how many of all combinations are done, and how long the others will take at the rate so far.
+    """Return a listener that shows how many combinations are done, and how long the others will take at the present rate.
 
-    The first call says what was done before. `clock` gives seconds.
+    Its first call says what was done before. `clock` gives seconds.
     """
     since: list[tuple[int, float]] = []
 

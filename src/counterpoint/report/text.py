@@ -57,16 +57,16 @@ class ProgressLine:
 
 
 def reading(show: Callable[[str], None], source: Path | str) -> Callable[[int, int], None]:
-    """What tells `show` how much of a file is read: bytes, and its size, 0 for a pipe."""
+    """Return a listener that tells `show` how much of a file is read, given the bytes read and the size (0 for a pipe)."""
     name = shown(os.path.basename(source))
     return lambda done, size: show(f"reading {name}" + (f": {format_percent(done / size)}" if size else ""))
 
 
-def new_console() -> Console:
-    """Return the console for reports: standard output, never narrower than `MIN_WIDTH` columns."""
-    file = None if sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
+def new_console(*, stderr: bool = False) -> Console:
+    """Return the console for reports, on standard output or `stderr`, never narrower than `MIN_WIDTH` columns."""
+    file = None if stderr or sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
     # no markup, no emoji: names of kernels and files hold brackets and colons
-    console = Console(file=file, soft_wrap=False, markup=False, emoji=False)
+    console = Console(file=file, stderr=stderr, soft_wrap=False, markup=False, emoji=False)
     console.width = max(MIN_WIDTH, console.width)
     return console
 
@@ -252,7 +252,7 @@ def print_machines(console: Console, machines: Sequence[Machine]) -> None:
 
 
 def print_workloads(console: Console, workloads: Sequence[Description]) -> None:
-    """One line for each workload."""
+    """Print one line for each workload."""
     table = new_table("name", "ranks", "iterations", "kernels", "communication")
     for each in workloads:
         moved = [f"{entry.collective} {entry.bytes}" for entry in each.collectives]

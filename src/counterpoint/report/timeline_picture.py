@@ -59,7 +59,7 @@ def write_timelines(path: Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], colors: Colors = LIGHT) -> str:
-    """The picture as SVG text: the first rank of each timeline, from its first operation on."""
+    """Return the picture as SVG text: the first rank of each timeline, from its first operation on."""
     makespans_us = [measure(timeline).makespan_us for timeline in timelines.values()]
     scale = (WIDTH - LEFT - RIGHT) / max(makespans_us)
     height = HEAD + len(timelines) * (TITLE + 2 * ROW + 2 * GAP) + FOOT
@@ -82,7 +82,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], colors: Colors = LIGHT) ->
 
 
 def _rows(timeline: Timeline, top: float, scale: float, colors: Colors) -> str:
-    """Computation, and communication below it."""
+    """Draw computation, and communication below it."""
     intervals = timeline.of_rank(timeline.ranks()[0])
     start_us = min(interval.start_us for interval in intervals)
     computation, communication = (
@@ -105,7 +105,7 @@ def _rows(timeline: Timeline, top: float, scale: float, colors: Colors) -> str:
 
 
 def _bars(spans: Sequence[Span], top: float, scale: float, color: str) -> str:
-    """One path for all spans of a row; spans that lie closer than the eye can see are one."""
+    """Return one path for all spans of a row; spans that lie closer than the eye can see are one."""
     drawn: list[tuple[float, float]] = []
     for start_ps, end_ps in spans:
         start, end = (LEFT + ps * scale / 1e6 for ps in (start_ps, end_ps))
@@ -118,7 +118,7 @@ def _bars(spans: Sequence[Span], top: float, scale: float, color: str) -> str:
 
 
 def _legend(colors: Colors) -> str:
-    """What the colors mean, above all rows."""
+    """Return the legend of the colors, which stands above all rows."""
     parts, left = [], LEFT
     for color, words, width in (
         (colors.computation, "computation", 124),
@@ -132,7 +132,7 @@ def _legend(colors: Colors) -> str:
 
 
 def _axis(top: float, longest_us: float, scale: float, colors: Colors) -> str:
-    """Ticks at round times."""
+    """Draw ticks at round times."""
     step_us = next(
         times * 10.0**power
         for power in range(-3, 12)

@@ -11,7 +11,7 @@ what `begin`'s rank overwrites.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -171,15 +171,3 @@ def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int
     shares = [sum(weights[:part]) / sum(weights) for part in range(num_parts)]
     starts = [step * min(num_rows // step, round(num_rows * share / step)) for share in shares]
     return tuple(itertools.pairwise([*starts, num_rows]))
-
-
-def adjoining(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return the same rows in as few regions as possible: regions that touch in one buffer are joined."""
-    merged: list[Region] = []
-    for region in sorted(regions, key=lambda each: (each.rank, each.buffer, each.start)):
-        last = merged[-1] if merged else None
-        if last and (last.rank, last.buffer, last.stop) == (region.rank, region.buffer, region.start):
-            merged[-1] = Region(rank=last.rank, buffer=last.buffer, start=last.start, stop=region.stop)
-        else:
-            merged.append(region)
-    return tuple(merged)

@@ -19,7 +19,6 @@ from counterpoint.schedule.actions import (
     Pass,
     Problem,
     Region,
-    adjoining,
     graded,
     split,
 )
@@ -206,5 +205,11 @@ def require_pattern(builder: Builder, *allowed: str) -> None:
 
 
 def merged(regions: Iterable[Region]) -> tuple[Region, ...]:
-    """Return regions of one rank's buffer, joined where they touch, without empty ones."""
-    return adjoining(each for each in regions if each.num_rows)
+    """Return regions of one rank's buffer in the order of rows, joined where they touch, without empty ones."""
+    joined: list[Region] = []
+    for each in sorted((each for each in regions if each.num_rows), key=lambda each: each.start):
+        if joined and joined[-1].stop == each.start:
+            joined[-1] = Region(rank=each.rank, buffer=each.buffer, start=joined[-1].start, stop=each.stop)
+        else:
+            joined.append(each)
+    return tuple(joined)

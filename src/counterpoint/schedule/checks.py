@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule.actions import Action, CopySchedule, Region, adjoining
+from counterpoint.schedule.actions import Action, CopySchedule, Region
 from counterpoint.schedule.delivery import delivery_faults
 from counterpoint.schedule.happens_before import HappensBefore
+from counterpoint.spans import union, without
 
 NUM_CALLS = 2
 Access = tuple[int, Region, bool]  # the action that accesses rows, the rows, and whether it writes
@@ -32,7 +33,7 @@ def check_schedule(schedule: CopySchedule) -> None:
 
 
 def order_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return dependencies on later actions, and ranks that do not begin and end exactly once."""
+    """Yield dependencies on later actions, and ranks that do not begin and end exactly once."""
     for position, action in enumerate(schedule.actions):
         for before in action.after:
             if not 0 <= before < position:
@@ -44,7 +45,7 @@ def order_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return rows outside of their buffer, rows read before they are written, and rows that two actions access in no
+    """Yield rows outside of their buffer, rows read before they are written, and rows that two actions access in no
     fixed order.
     """
     outside = list(_outside(schedule))
@@ -64,7 +65,7 @@ def buffer_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def signal_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return signals that may be sent in one call before they were received in the call before, or before the sender has
+    """Yield signals that may be sent in one call before they were received in the call before, or before the sender has
     begun: `begin` waits until every rank has reset the flags that stand for its signals.
     """
     happens = HappensBefore(schedule, NUM_CALLS)
@@ -89,7 +90,7 @@ def signal_faults(schedule: CopySchedule) -> Iterator[str]:
 
 
 def port_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return ranks that must receive more in a turn than the turn has time for.
+    """Yield ranks that must receive more in a turn than the turn has time for.
 
     A turn is one copy on every copy stream: the n-th copies into one buffer on all streams of all ranks. It has time for
     as many copies as any rank sends in it, each as long as the longest, and for one row per rank and slice, by which unequal
@@ -124,13 +125,13 @@ CHECKS: tuple[tuple[str, Callable[[CopySchedule], Iterable[str]]], ...] = (
 
 
 def _turns(schedule: CopySchedule) -> Iterator[tuple[tuple[str, int], Action]]:
-    counts: dict[tuple[int, str, str], int] = {}
+    counts = Counter[tuple[int, str, str]]()
     for action in schedule.actions:
         if action.kind == "copy":
             buffer = action.writes[0].buffer
             key = (action.rank, action.stream, buffer)
-            yield (buffer, counts.get(key, 0)), action
-            counts[key] = counts.get(key, 0) + 1
+            yield (buffer, counts[key]), action
+            counts[key] += 1
 
 
 def _outside(schedule: CopySchedule) -> Iterator[str]:
@@ -154,26 +155,13 @@ def _unwritten(schedule: CopySchedule, happens: HappensBefore, homes: Mapping[st
             if homes[wanted.buffer] == "given" or not wanted.num_rows:
                 continue
             earlier = writes.get((wanted.rank, wanted.buffer), [])
-            written = adjoining(region for number, region in earlier if happens.is_before(number, position))
-            if not any(region.start <= wanted.start and wanted.stop <= region.stop for region in _joined(written)):
+            written = union((each.start, each.stop) for number, each in earlier if happens.is_before(number, position))
+            if without([(wanted.start, wanted.stop)], written):
                 yield f"{_name(schedule, position)} reads rows of '{wanted.buffer}' that may not be written yet"
 
 
-def _joined(regions: Iterable[Region]) -> list[Region]:
-    """Return regions of one buffer, which are sorted, joined where they touch or overlap."""
-    joined: list[Region] = []
-    for region in regions:
-        if joined and region.start <= joined[-1].stop:
-            last = joined[-1]
-            stop = max(last.stop, region.stop)
-            joined[-1] = Region(rank=last.rank, buffer=last.buffer, start=last.start, stop=stop)
-        else:
-            joined.append(region)
-    return joined
-
-
 def _meeting(accesses: Iterable[Access]) -> Iterator[tuple[Access, Access]]:
-    """Return pairs of accesses of one buffer that share a row."""
+    """Yield pairs of accesses of one buffer that share a row."""
     by_start = sorted((access for access in accesses if access[1].num_rows), key=lambda access: access[1].start)
     for number, access in enumerate(by_start):
         for other in itertools.islice(by_start, number + 1, None):

@@ -95,7 +95,7 @@ class Contents:
 
 
 def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
-    """Return results that differ from the operator's definition, and rows that cross a link twice."""
+    """Yield results that differ from the operator's definition, and rows that cross a link twice."""
     contents = Contents(schedule)
     arrived: dict[tuple[int, str], list[Region]] = {}
     for position, action in enumerate(schedule.actions):
@@ -166,7 +166,7 @@ EXPERT_PASSES: dict[tuple[str, Pass], ExpertPass] = {
 
 
 def expert_contents(routing: Routing, rank: int, chain: Chain, *, is_returned: bool) -> Iterator[Run]:
-    """Return, expert by expert, what a rank must hold of given rows that were multiplied: of the rows that its experts
+    """Yield, expert by expert, what a rank must hold of given rows that were multiplied: of the rows that its experts
     compute, or of those that return to it.
 
     At the rank that computes, rows are in the order of experts, then of sources; at their source, in the order of experts.

@@ -175,22 +175,17 @@ def estimate_sequential(
     return communicated_us + computation_us(problem, machine, costs, direction=direction)
 
 
-def estimate_ideal(
-    problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
-) -> float:
+def estimate_ideal(problem: Problem, machine: Machine, *, direction: Pass) -> float:
     """Return the longer of computation and communication, each alone; communication by whichever is faster, the
     library's collectives or copies without a pause.
     """
-    clock = Clock(problem, machine, costs)
     num_elements, count = _communicated(problem, direction)
-    copied_us = clock.copies_us(count * num_elements)
-    alone_us = min(communication_us(problem, machine, costs, direction=direction), copied_us)
-    return max(alone_us, computation_us(problem, machine, costs, direction=direction))
+    copied_us = Clock(problem, machine).copies_us(count * num_elements)
+    alone_us = min(communication_us(problem, machine, direction=direction), copied_us)
+    return max(alone_us, computation_us(problem, machine, direction=direction))
 
 
-def communication_us(
-    problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass = "forward"
-) -> float:
+def communication_us(problem: Problem, machine: Machine, costs: Costs = DEFAULT_COSTS, *, direction: Pass) -> float:
     """Return the time of the library's collectives alone."""
     num_elements, count = _communicated(problem, direction)
     return count * Clock(problem, machine, costs).collective_us(num_elements) if num_elements else 0.0

@@ -11,7 +11,7 @@ class HappensBefore:
     Actions are numbered across calls: action `position` of call `call` is `call * len(actions) + position`.
     """
 
-    def __init__(self, schedule: CopySchedule, num_calls: int = 1) -> None:
+    def __init__(self, schedule: CopySchedule, num_calls: int) -> None:
         self._size = len(schedule.actions)
         self._before: list[int] = []
         self._num_ranks = schedule.num_ranks

@@ -160,12 +160,12 @@ def _all_gather_matmul_backward(builder: Builder) -> None:
         everything = region(rank, "gathered", 0, (0, problem.num_rows))
         weight_gradient(builder, ("gathered", "activation"), everything, [*gathered.of([everything]), places[rank]])
 
-    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, problem.num_inner, multiply_gathered)
+    reduce_blocks(builder, begins, [0] * builder.num_ranks, problem.num_inner, meanwhile=multiply_gathered)
 
 
 def _matmul_reduce_scatter(builder: Builder) -> None:
     begins = builder.begin()
-    reduce_blocks(builder, begins, [0] * builder.num_ranks, _nothing, builder.problem.num_columns)
+    reduce_blocks(builder, begins, [0] * builder.num_ranks, builder.problem.num_columns)
 
 
 def _matmul_reduce_scatter_backward(builder: Builder) -> None:
@@ -193,7 +193,7 @@ def _matmul_all_reduce(builder: Builder) -> None:
             after = [position, begins[rank]]
             pushed.append((target, builder.add("copy", stream, rank, reads=[source], writes=[target], after=after)))
 
-    reduce_blocks(builder, begins, starts, send_out, builder.problem.num_columns)
+    reduce_blocks(builder, begins, starts, builder.problem.num_columns, finished=send_out)
     _place_landed(builder, pushed)
 
 
@@ -234,10 +234,6 @@ def _place_landed(builder: Builder, arrivals: Sequence[tuple[Region, int]]) -> N
     for target, position in arrivals:
         landed = Region(rank=target.rank, buffer="product", start=target.start, stop=target.stop)
         builder.add("place", "place 0", target.rank, reads=[target], writes=[landed], after=[position])
-
-
-def _nothing(_rank: int, _rows: Rows, _position: int) -> None:
-    """Do nothing: no action waits for these rows."""
 
 
 # --- the operators ---

@@ -22,15 +22,17 @@ from counterpoint.schedule.builder import (
 
 # (rank, rows of its own block, position of the action that finished them)
 Finished = Callable[[int, Rows, int], None]
+Meanwhile = Callable[[int], None]  # (rank)
 
 
-def reduce_blocks(  # noqa: PLR0917
+def reduce_blocks(
     builder: Builder,
     begins: Sequence[int],
     product_starts: Sequence[int],
-    finished: Finished,
     num_columns: int,
-    meanwhile: Callable[[int], None] | None = None,
+    *,
+    finished: Finished | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> None:
     """Add matmul pieces of all blocks, each reduced into its rank's `product` from row `product_starts[rank]` on.
 
@@ -38,7 +40,7 @@ def reduce_blocks(  # noqa: PLR0917
     own block.
     """
     if builder.description.pattern == "ring":
-        _reduce_in_matmul(builder, begins, product_starts, finished, (num_columns, meanwhile))
+        _reduce_in_matmul(builder, begins, product_starts, num_columns, finished=finished, meanwhile=meanwhile)
         return
     num_ranks, longest = builder.num_ranks, _longest(builder)
     builder.buffer("partial", "local", builder.problem.num_rows, num_columns)
@@ -59,7 +61,8 @@ def reduce_blocks(  # noqa: PLR0917
             rows = rows_of(rank)
             if rows[0] < rows[1]:
                 position = _multiply_and_sum(builder, arrivals, rank, rows, product_starts[rank])
-                finished(rank, rows, position)
+                if finished:
+                    finished(rank, rows, position)
 
 
 def send_partials(
@@ -123,12 +126,13 @@ def _reduce_in_matmul(
     builder: Builder,
     begins: Sequence[int],
     product_starts: Sequence[int],
-    finished: Finished,
-    rest: tuple[int, Callable[[int], None] | None],
+    num_columns: int,
+    *,
+    finished: Finished | None,
+    meanwhile: Meanwhile | None,
 ) -> None:
     """Add the ring: block b starts at rank b - 1, goes down from rank to rank, and ends at rank b, which returns it."""
     require_granularity(builder, "chunk")
-    num_columns, meanwhile = rest
     num_ranks, blocks = builder.num_ranks, builder.blocks
     builder.buffer("partial", "local", _longest(builder), num_columns)
     builder.buffer("accumulated", "symmetric", builder.problem.num_rows, num_columns)
@@ -146,7 +150,9 @@ def _reduce_in_matmul(
                 here = region(rank, "accumulated", blocks[block][0], rows)
                 if step == num_ranks - 1:
                     target = region(rank, "product", product_starts[rank], rows)
-                    finished(rank, rows, _finish(builder, arrivals, here, target))
+                    position = _finish(builder, arrivals, here, target)
+                    if finished:
+                        finished(rank, rows, position)
                     continue
                 source, position = _accumulate(builder, arrivals, here, rows, is_first=step == 0)
                 sent = region((rank - 1) % num_ranks, "accumulated", blocks[block][0], rows)

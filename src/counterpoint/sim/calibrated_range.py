@@ -6,6 +6,7 @@ Only operations whose times are predicted from sizes are checked: a traced or ca
 from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import Calibration, load_calibration
+from counterpoint.sim.costs import USUAL_ELEMENT_TYPE
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
 
@@ -63,7 +64,7 @@ def _why_no_kernel(operation: Kernel, calibration: Calibration) -> str:
     if operation.character == "attention":
         return "attention from sizes (measured: matmuls)"
     types = sorted({str(each.at["type"]) for each in _points(calibration, "matmul_us")})
-    wanted = operation.element_type or "bf16"
+    wanted = operation.element_type or USUAL_ELEMENT_TYPE
     return "" if wanted in types else f"matmuls of {wanted} (measured: {', '.join(types) or 'none'})"
 
 

@@ -10,8 +10,6 @@ the cluster names a way. That is a model; nobody measured it here.
 import math
 from functools import cached_property
 
-import msgspec
-
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel, wire_bytes
 from counterpoint.sim.network import Fabric, Level
@@ -31,19 +29,19 @@ class RankGroup(Value, frozen=True, kw_only=True):
     stride: int = 1
 
     def num_local(self, gpus_per_node: int) -> int:
-        """Members in one node."""
+        """Return the number of members in one node."""
         return min(self.size, max(1, gpus_per_node // self.stride))
 
     def num_nodes(self, gpus_per_node: int) -> int:
-        """Nodes that have members."""
+        """Return the number of nodes that have members."""
         return math.ceil(self.size / self.num_local(gpus_per_node))
 
     def span(self, gpus_per_node: int) -> int:
-        """Neighboring nodes from the first member to the last."""
+        """Return the number of neighboring nodes from the first member to the last."""
         return math.ceil(((self.size - 1) * self.stride + 1) / gpus_per_node)
 
     def leaves_node(self, gpus_per_node: int) -> bool:
-        """Whether any member is on another node than the first."""
+        """Return whether any member is on another node than the first."""
         return self.num_nodes(gpus_per_node) > 1
 
     @property
@@ -53,7 +51,7 @@ class RankGroup(Value, frozen=True, kw_only=True):
 
 
 class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
-    """Times of collectives of one cluster, in microseconds, alone."""
+    """Times of collectives of one cluster, in microseconds, alone; `calibration` holds the constants of its GPU."""
 
     fabric: Fabric
     calibration: Calibration
@@ -110,7 +108,7 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         return num_local * self.fabric.rails_per_gpu * level.reached_bytes_per_s
 
     def _node_rate(self, kind: CollectiveKind) -> float:
-        """Bytes per second that a rank sends inside a node."""
+        """Return the bytes per second that a rank sends inside a node."""
         if kind not in self._rates:
             ranks = self.fabric.machine.num_gpus
             longer, shorter = (self.in_node_us(kind, size, ranks) for size in (2 * LARGE, LARGE))
@@ -168,8 +166,3 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, dict=True):
         away = num_bytes * (group.size - local) / group.size
         rounds = math.ceil((group.size - local) / CONCURRENT_PEERS)
         return max(inside_us, rounds * level.latency_us + US_PER_S * away / self._share(level, 1))
-
-
-def times_on(fabric: Fabric, calibration: Calibration) -> CollectiveTimes:
-    """Return the times of collectives on a cluster with these constants of its GPU."""
-    return CollectiveTimes(fabric=fabric, calibration=msgspec.structs.replace(calibration))

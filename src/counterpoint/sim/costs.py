@@ -66,7 +66,9 @@ class CostModel:
         self._gpu = machine.gpu
         self._calibration = calibration
         self.hbm_bytes_per_s = machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value
-        self.latency = MemoryLatency(calibration.latency_at_low_load.value, calibration.latency_per_load.value)
+        self.latency = MemoryLatency(
+            at_low_load=calibration.latency_at_low_load.value, per_load=calibration.latency_per_load.value
+        )
         self._blocks = BlockKernels(machine.gpu.num_sms, calibration.block_sum_us.value, self.hbm_bytes_per_s)
         self._own_loads_scale = _own_loads_scale(calibration.device_name, machine)
 

@@ -44,7 +44,7 @@ class Engine:
         rates: RateModel,
         tasks: Sequence[SmTask | CopyTask],
         launches: Sequence[Launch],
-        fits_beside: frozenset[tuple[Footprint, Footprint]] = frozenset(),
+        fits_beside: frozenset[tuple[Footprint, Footprint]],
     ) -> None:
         self._rates = rates
         self._tasks = tasks

@@ -43,7 +43,7 @@ class ExpertLayers:
     """The expert layers of one step, and why other all-to-alls with stated parts do not belong to one."""
 
     def __init__(self, step: Step) -> None:
-        self._operations = step.operations
+        self._step, self._operations = step, step.operations
         self.found: list[ExpertLayer] = []
         self.obstacles: dict[int, str] = {}
         groups: dict[tuple[str | None, int], list[int]] = {}
@@ -64,7 +64,7 @@ class ExpertLayers:
                 self.found.append(layer)
                 place, counts = place + 2, None
                 continue
-            is_small = self._collective(here).num_bytes <= MOST_COUNTS_BYTES
+            is_small = self._step.collective(here).num_bytes <= MOST_COUNTS_BYTES
             counts = here if is_small else None
             self.obstacles[here] = "no all-to-all returns what it brings to experts' matmuls"
             place += 1
@@ -85,13 +85,8 @@ class ExpertLayers:
         reorders = tuple(number for number in outside if _is_reorder(self._operations[number]))
         return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders, counts=counts)
 
-    def _collective(self, number: int) -> Collective:
-        operation = self._operations[number]
-        assert isinstance(operation, Collective), "asked for collectives only"
-        return operation
-
     def _parts(self, number: int) -> UnevenParts:
-        parts = self._collective(number).parts
+        parts = self._step.collective(number).parts
         assert parts is not None, "asked for those with parts only"
         return parts
 
@@ -123,8 +118,7 @@ class ExpertModel:
         layer = self.layers.layer_of.get(index)
         if layer is None:
             return self.layers.obstacles.get(index, "it brings no tokens to experts")
-        collective = self._step.operations[index]
-        assert isinstance(collective, Collective), "layers are of collectives"
+        collective = self._step.collective(index)
         assert collective.parts is not None, "with parts"
         size = size_for(collective.parts.most_crossing_bytes)
         if not size.num_groups:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from counterpoint.errors import MachineError, shown
 from counterpoint.machine import MAX_NAME, Machine, load_machine
+from counterpoint.units import format_count
 from counterpoint.value import Value, require
 
 MAX_NODES = 1 << 17
@@ -87,7 +88,7 @@ class Cluster(Value, frozen=True, kw_only=True):
         )
 
     def load(self) -> "Fabric":
-        """The cluster with its machine. Raises `MachineError` where the two do not match."""
+        """Return the cluster with its machine. Raises `MachineError` if the two do not match."""
         return Fabric(cluster=self, machine=load_machine(self.machine))
 
 
@@ -133,7 +134,7 @@ class Fabric(Value, frozen=True, kw_only=True):
         rails, gpus = self.num_rails, self.machine.num_gpus
         shared = "one for each GPU" if rails == gpus else f"shared by {gpus} GPUs"
         said = "assumed, since [cluster] has no num_rails" if self.cluster.num_rails is None else f"num_rails = {rails}"
-        return f"{rails} rail{'s' if rails > 1 else ''} per node, {shared} ({said})."
+        return f"{format_count(rails, 'rail')} per node, {shared} ({said})."
 
     @property
     def levels(self) -> tuple[Level, ...]:
@@ -152,7 +153,7 @@ class Fabric(Value, frozen=True, kw_only=True):
         )
 
     def level_across(self, num_nodes: int) -> Level:
-        """The innermost level that joins so many neighboring nodes."""
+        """Return the innermost level that joins so many neighboring nodes."""
         return next(level for level in self.levels if level.num_nodes >= min(num_nodes, self.levels[-1].num_nodes))
 
 

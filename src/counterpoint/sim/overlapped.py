@@ -20,7 +20,7 @@ from counterpoint.schedule.generate import make_schedule
 from counterpoint.schedule.heuristic import pick_schedule
 from counterpoint.schedule.operations import OPERATORS
 from counterpoint.sim.calibration import Calibration
-from counterpoint.sim.costs import CostModel
+from counterpoint.sim.costs import USUAL_ELEMENT_TYPE, CostModel
 from counterpoint.sim.matmul_pairs import FED_COLLECTIVES, OPERATOR_OF, MatmulPair
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import US_PER_S, format_us
@@ -49,8 +49,7 @@ class OverlapModel:
 
     def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
         """Return the estimate for `schedule`, by default the heuristic's choice, or why the operator would not pay."""
-        collective = self._step.operations[pair.collective]
-        assert isinstance(collective, Collective), "pairs are of collectives"
+        collective = self._step.collective(pair.collective)
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in pair.matmuls)
         alone_us = self._costs.lone_us(collective)
         if schedule is None and matmuls_us < LEAST_MATMUL_SHARE * alone_us:
@@ -58,8 +57,7 @@ class OverlapModel:
                 f"its matmul of {format_us(matmuls_us)} is much shorter than its data's {format_us(alone_us)}, "
                 "so there is little to hide the data behind"
             )
-        matmuls = [self._step.operations[number] for number in pair.matmuls]
-        problem = self._problem(collective, [each for each in matmuls if isinstance(each, Kernel)])
+        problem = self._problem(collective, [self._step.kernel(number) for number in pair.matmuls])
         key = problem, schedule
         if key not in self._known:
             self._known[key] = self._estimate(problem, schedule)
@@ -124,7 +122,8 @@ class OverlapModel:
         if matmul.flops is not None:
             return matmul.flops / 2
         rates = self._machine.gpu.matmul_rates()
-        rate = DEFAULT_COSTS.matmul_efficiency * rates.get(matmul.element_type or "bf16", rates["bf16"])
+        peak = rates.get(matmul.element_type or USUAL_ELEMENT_TYPE, rates[USUAL_ELEMENT_TYPE])
+        rate = DEFAULT_COSTS.matmul_efficiency * peak
         return self._costs.lone_us(matmul) / US_PER_S * rate / 2
 
 

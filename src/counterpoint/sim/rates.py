@@ -13,10 +13,10 @@ It fits streaming kernels at reduced residency, and how all-reduce time falls wi
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask
+from counterpoint.value import Value
 
 EXPONENT = 4
 SM_EXPONENT = 6  # of an SM: its pipes take instructions in turn, and saturate more sharply than memory and links
@@ -96,8 +96,7 @@ class RateModel:
         return [demand / slowdown if place in waiting else demand for place, demand in enumerate(in_flight)]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryLatency:
+class MemoryLatency(Value, frozen=True, kw_only=True):
     """How the memory's latency grows with its load u, a share of the bandwidth: 1 + at_low_load u + ... u^8 to 1 + per_load.
 
     Measured with the streaming kernel of `counterpoint calibrate` at each residency: the time of a load is what its CTAs

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import LaunchFilterError, cause_of, reason_of, say
+from counterpoint.errors import LaunchFilterError, cause_of, package_version, reason_of, say
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
 from counterpoint.launch_filter.control_block import ControlBlock
 from counterpoint.ranks import Exchange, launched_rank
@@ -28,7 +28,6 @@ from counterpoint.supervised.handshake import (
     RankReport,
     fail_handshake,
     meet,
-    own_report,
     report_rank,
     why_no_filter,
 )
@@ -156,7 +155,7 @@ class JobAgent:
             return None  # ranks that cannot exchange messages can still have an unguarded plan
         path = self._directory / f"{self._pid}.block"
         if path.exists():
-            self._block = ControlBlock.open(path)  # first, so that any later failure can empty the table
+            self._block = ControlBlock(path)  # first, so that any later failure can empty the table
         self._exchange = exchange = self._exchange or torch_job.job_exchange()
         if exchange.num_ranks > 1 and problem:
             self._meet(exchange, problem)
@@ -189,7 +188,13 @@ class JobAgent:
             self._heartbeat.start()
 
     def _report(self, problem: str = "", *, is_silent: bool = False) -> RankReport:
-        return own_report(str(self._directory), problem, is_silent=is_silent)
+        return RankReport(
+            host=os.uname().nodename,
+            run=str(self._directory),
+            version=package_version(),
+            problem=problem,
+            is_silent=is_silent,
+        )
 
     def _earlier(self) -> Decision | None:
         """Return what was decided before a launcher such as torchrun restarted the job's processes."""

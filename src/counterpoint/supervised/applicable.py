@@ -10,7 +10,7 @@ from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, Paths
 from counterpoint.kernel_names import readable
-from counterpoint.launch_filter.control_block import Translation
+from counterpoint.launch_filter.rules import Translation
 from counterpoint.plan import Match, Plan
 
 NUM_SHOWN = 3
@@ -37,7 +37,7 @@ def check_applicable(plan: Plan, translation: Translation, paths: Paths, *, keep
 
 
 def _not_applied(plan: Plan, translation: Translation) -> list[str]:
-    """Yield each control that is not applied, its targets, and why or what to do instead."""
+    """Return each control that is not applied, its targets, and why or what to do instead."""
     controls = [control for directive in plan.directives for control in directive.controls]
     found = [f"{control.tag}: {control.refused_by['job']}" for control in controls if "job" in control.refused_by]
     found += [f"{refusal.control} on '{readable(refusal.target)}': {refusal.reason}" for refusal in translation.refusals]

@@ -7,6 +7,7 @@ SM counts as one that collectives may wait for, and the single-wave ones among t
 live steps then show what pays.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from counterpoint.errors import OccupancyError, StepError
@@ -190,7 +191,7 @@ def _greatest_priority(gpu: Gpu | None, job_gpu: JobGpu) -> int:
 
 
 def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
-    """Return the planner's head starts with kernels by name, because a launch has no number in a step."""
+    """Yield the planner's head starts with kernels by name, because a launch has no number in a step."""
     kernels = [*racers, *(each for each in blockers if each not in racers)]
     for candidate in propose_head_starts(tuple(range(len(racers))), tuple(range(len(kernels)))):
         yield Candidate(
@@ -223,11 +224,11 @@ def _match(function: SeenFunction) -> Match:
 
 
 def _num_ctas(function: SeenFunction) -> int:
-    return function.grid[0] * function.grid[1] * function.grid[2]
+    return math.prod(function.grid)
 
 
 def _threads_per_cta(function: SeenFunction) -> int:
-    return function.block[0] * function.block[1] * function.block[2]
+    return math.prod(function.block)
 
 
 def _full_machine_kernels(functions: Sequence[SeenFunction], num_sms: int) -> list[SeenFunction]:

@@ -84,7 +84,7 @@ class Reports:
         return self._num_gathered == self._order.num_rounds
 
     def missing(self) -> list[int]:
-        """The ranks whose report of the next round is not there."""
+        """Return the ranks that have not reported the next round."""
         return self._exchange.missing(self._next_topic())
 
     def _next_topic(self) -> str:
@@ -165,7 +165,7 @@ class TuningConductor:
         return max(0, start_step - waited_since - self._answer_steps)
 
     def missing(self) -> list[int]:
-        """The ranks whose report of the next round is not there."""
+        """Return the ranks that have not reported the next round."""
         return self.reports.missing() if self.reports is not None else []
 
     def measurements(self, labels: Sequence[str]) -> tuple[Measurement, ...]:
@@ -232,7 +232,7 @@ class GuardConductor:
         return summarize_turns(LOOK_LABELS[:1], [{0: turn} for turn in self._alone])
 
     def missing(self) -> list[int]:
-        """The ranks whose report of the next round is not there."""
+        """Return the ranks that have not reported the next round."""
         return self.reports.missing() if self.reports is not None else []
 
     def _take(self, order: Order, order_step: int) -> Order:

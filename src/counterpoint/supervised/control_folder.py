@@ -54,7 +54,7 @@ def private_files() -> Iterator[None]:
 
 def make_readable(directory: Path) -> None:
     """Make files readable that processes with another umask have written."""
-    with suppress(OSError):
+    with suppress(OSError):  # whoever reads the files reports what is missing
         for path in directory.iterdir():
             with suppress(OSError):
                 path.chmod(0o600)
@@ -94,7 +94,7 @@ def _remove_abandoned() -> None:
     """Remove this user's folders whose process is gone."""
     places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
     for place in places:
-        with suppress(OSError):
+        with suppress(OSError):  # the next run tries again
             for folder in place.glob(f"{_own_prefix()}*"):
                 with suppress(OSError):
                     if _is_abandoned(folder):

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from counterpoint.integrations.paths import LIBRARY, PathOffer
 from counterpoint.integrations.planned_paths import paths_of
-from counterpoint.launch_filter.control_block import SeenFunction, translate
+from counterpoint.launch_filter.control_block import SeenFunction
+from counterpoint.launch_filter.rules import translate
 from counterpoint.machine import machine_for_device
 from counterpoint.measurement.guard import are_other_launches, is_longer_step
 from counterpoint.measurement.tournament import least_turns, num_admitted

@@ -8,7 +8,6 @@ and one line names the rank, its host, the reason and the remedy. Ranks wait for
 only.
 """
 
-import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, package_version
+from counterpoint.errors import CounterpointError
 from counterpoint.launch_filter.library import LIBRARY_PREFIX
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
-from counterpoint.units import format_numbers
+from counterpoint.units import format_numbered
 from counterpoint.value import Value
 
 REPORT_TOPIC, ROLL_TOPIC = "rank reports", "ranks met"
@@ -67,20 +66,15 @@ class Roll(Value, frozen=True, kw_only=True):
     is_silent: bool = False
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """As in "ranks 4-7 (host n2)"."""
-        hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in ranks if rank < len(self.hosts)))
-        where = f" (host{'s' if ',' in hosts else ''} {hosts})" if hosts else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {format_numbers(ranks)}{where}"
+        """Return words such as "ranks 4-7 (host n2)"."""
+        hosts = dict.fromkeys(self.hosts[rank] for rank in ranks if rank < len(self.hosts))
+        where = f" (host{'s' * (len(hosts) > 1)} {', '.join(hosts)})" if hosts else ""
+        return f"{format_numbered('rank', ranks)}{where}"
 
 
 def report_rank(exchange: Exchange, report: RankReport) -> None:
     """Send this rank's report. A rank may do so early, before its first step has ended."""
     exchange.offer(REPORT_TOPIC, msgspec.json.encode(report).decode())
-
-
-def own_report(run: str, problem: str = "", *, is_silent: bool = False) -> RankReport:
-    """Return the report of this process; `run` is the folder of its `counterpoint run`."""
-    return RankReport(host=os.uname().nodename, run=run, version=package_version(), problem=problem, is_silent=is_silent)
 
 
 def meet(exchange: Exchange, *, limit_s: float | None = None, slack_s: float = SLACK_S) -> Roll:
@@ -141,9 +135,9 @@ def compare_reports(reports: Sequence[RankReport]) -> Roll:
 
 
 def _absent(exchange: Exchange, missing: Sequence[int]) -> str:
-    who = f"rank{'s' if len(missing) > 1 else ''} {format_numbers(missing)}"
     return (
-        f"{who}: no filter and no agent reported within {ABSENCE_LIMIT_S:g} s of rank {exchange.rank}. Either "
+        f"{format_numbered('rank', missing)}: no filter and no agent reported within {ABSENCE_LIMIT_S:g} s of rank "
+        f"{exchange.rank}. Either "
         "`counterpoint run` did not start the processes, or their Python cannot import counterpoint, or they "
         f"finished no step. {INSIDE}"
     )

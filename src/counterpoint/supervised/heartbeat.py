@@ -56,7 +56,7 @@ class Heartbeat:
             self._is_over.set()
             if self._thread is not None:
                 self._thread.join(THREAD_END_S)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # the store has ended, so no rank reads it any more
                 self._exchange.note(ALIVE_TOPIC, ENDED)
 
     def tell_lost(self) -> None:

@@ -6,13 +6,15 @@ exit status on. Outside of a launcher that starts processes on other hosts or in
 not be where the ranks are. Each launcher's text names the sources of its options.
 """
 
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+import msgspec
 
 from counterpoint.doctor.command import OTHER_HOSTS
 from counterpoint.errors import LaunchFilterError, package_version
@@ -31,8 +33,7 @@ MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile"
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
+class LaunchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The job's command, the plan to apply (None to tune), and the Python that has Counterpoint."""
 
     command: tuple[str, ...] = JOB
@@ -218,4 +219,4 @@ def _python_job(command: Sequence[str]) -> str:
 
 def _yaml(word: str) -> str:
     """Write a word as a YAML string; a JSON string is valid YAML."""
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(word, ensure_ascii=False)

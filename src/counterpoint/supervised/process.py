@@ -55,7 +55,7 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], signals: H
 
 
 def _in_child(prctl: Callable[..., int], mask: Iterable[int], parent: int) -> Callable[[], None]:
-    """What runs in the child between fork and exec."""
+    """Return the function that runs in the child between fork and exec."""
 
     def prepare() -> None:
         prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
@@ -90,20 +90,29 @@ def _wait(child: int, signals: HeldSignals, has_terminal: bool) -> tuple[int, se
                     signals.stop_like(os.WSTOPSIG(status))
             continue
         received.add(number)
-        if has_terminal and (is_for_group or (number == signal.SIGCONT and not _is_stopped(child))):
+        if has_terminal and (is_for_group or (number == signal.SIGCONT and _state_and_parent(child)[0] != "T")):
             continue  # the child, in the same group, has received it as well
-        with suppress(ProcessLookupError, PermissionError):  # it has ended, or runs as another user (sudo)
-            os.kill(child, number)
+        _send(number, child)
 
 
-def _is_stopped(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
-    return False
+def _send(number: int, pid: int) -> None:
+    """Send a signal to a process, unless it has ended, or runs as another user (sudo)."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    """Return the letter of a process's state, and its parent; "" and 0 for a process that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "", 0
+    state, parent, *_ = text.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    return state, int(parent)
 
 
 def _reap() -> Iterator[tuple[int, int]]:
-    """Return processes whose state changed, children and adopted ones; those that ended are reaped."""
+    """Yield processes whose state changed, children and adopted ones; those that ended are reaped."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -124,8 +133,7 @@ def _end_leftovers(signals: HeldSignals) -> int:
             if not children:
                 return len(asked)
             for pid in children - told:  # ending one may make this process adopt its children
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                _send(number, pid)
             told |= children
             asked |= children
             if signals.wait_for({signal.SIGCHLD, signal.SIGINT}, left_s) == signal.SIGINT:
@@ -135,12 +143,5 @@ def _end_leftovers(signals: HeldSignals) -> int:
 
 def _children() -> set[int]:
     """Return the present children, including adopted ones and those that ended but were not reaped yet."""
-    own, found = os.getpid(), set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                # the name in parentheses may hold anything; the state and the parent's number follow the last one
-                parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-                if int(parent) == own:
-                    found.add(int(entry.name))
-    return found
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return {pid for pid in pids if _state_and_parent(pid)[1] == os.getpid()}

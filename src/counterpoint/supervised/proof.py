@@ -14,7 +14,8 @@ from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priorit
 from counterpoint.engagement import Engagement, State
 from counterpoint.errors import shown
 from counterpoint.integrations.paths import PathCounts
-from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters, SeenFunction
+from counterpoint.launch_filter.control_block import FilterState, RuleCounters, SeenFunction
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.mismatch import nearest
 from counterpoint.plan import Plan, Refusal
 from counterpoint.supervised.settings import Setting, Totals, add_counters

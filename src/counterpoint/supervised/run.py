@@ -15,16 +15,10 @@ from msgspec.structs import replace
 from counterpoint.engagement import Engagement
 from counterpoint.errors import LaunchFilterError, cause_of, say
 from counterpoint.integrations.planned_paths import planned_paths
-from counterpoint.launch_filter.control_block import (
-    INITIAL_BLOCK,
-    ControlBlock,
-    FilterState,
-    Translation,
-    block_paths,
-    translate,
-)
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState, block_paths
 from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.library import filter_library
+from counterpoint.launch_filter.rules import Translation, translate
 from counterpoint.plan import Plan
 from counterpoint.step import Step
 from counterpoint.supervised.applicable import check_applicable, variable_remarks
@@ -111,7 +105,7 @@ class RunOutcome(Value, frozen=True, kw_only=True):
         return None if record is None or record.stage == "reverted" else record.plan
 
     def first_unproven(self) -> Engagement | None:
-        """The first control that did not take effect in some process, or None."""
+        """Return the first control that did not take effect in some process, or None."""
         every = (*self.unasked, *(applied for process in self.processes for applied in process.applied))
         return next((applied.engagement for applied in every if applied.engagement.state != "verified"), None)
 
@@ -188,7 +182,7 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
 
     def prove(path: Path) -> ProcessProof | None:
         state = _read_state(path)
-        if not state.driver_found:
+        if not state.driver:
             return None
         kept = read_totals(directory, state.pid)
         if state.rank < 0 <= kept.rank:  # the launcher gave it no rank, but the process group did
@@ -253,7 +247,7 @@ def _never_in_force(proof: ProcessProof) -> ProcessProof:
 
 
 def _read_state(path: Path) -> FilterState:
-    block = ControlBlock.open(path)
+    block = ControlBlock(path)
     try:
         return block.state()
     finally:

@@ -14,7 +14,8 @@ from typing import Any, Protocol, final
 import msgspec
 
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.launch_filter.control_block import FilterRule, FilterState, RuleCounters
+from counterpoint.launch_filter.control_block import FilterState, RuleCounters
+from counterpoint.launch_filter.rules import FilterRule
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.ranks import Exchange
 from counterpoint.supervised.settings import LiveRecord, Totals
@@ -50,7 +51,7 @@ class HostClock(AbstractStepClock):
     """Time as the host sees it: for jobs whose work is on the CPU."""
 
     def mark(self) -> float:
-        """The present time."""
+        """Return the present time."""
         return time.perf_counter()
 
     def elapsed_us(self, start: float, end: float) -> float:

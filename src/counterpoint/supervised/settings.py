@@ -13,10 +13,10 @@ import msgspec
 from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths
 from counterpoint.integrations.planned_paths import paths_of
-from counterpoint.launch_filter.control_block import FilterRule, RuleCounters, rules_of
+from counterpoint.launch_filter.control_block import RuleCounters
+from counterpoint.launch_filter.rules import FilterRule, rules_of
 from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Plan
-from counterpoint.step import Step
 from counterpoint.value import Value, require, write_json, write_whole
 
 DIRECTORY_VARIABLE = "COUNTERPOINT_FILTER_DIRECTORY"
@@ -41,11 +41,9 @@ class Setting(Value, frozen=True, kw_only=True):
 UNCHANGED = Setting()
 
 
-def setting_of(plan: Plan, step: Step | None = None) -> Setting:
-    """Return the setting of a plan in a job; `step` resolves its operation numbers. Raises `PlanError` as `translate`
-    does.
-    """
-    return Setting(rules=rules_of(plan, step), paths=paths_of(plan.directives, step))
+def setting_of(plan: Plan) -> Setting:
+    """Return the setting of a plan in a job. Raises `PlanError` as `translate` does."""
+    return Setting(rules=rules_of(plan), paths=paths_of(plan.directives))
 
 
 class LiveSettings(Value, frozen=True, kw_only=True):

@@ -43,16 +43,15 @@ PASSED_ON = frozenset(
 class HeldSignals:
     """The signals to pass on to a command, blocked from `hold` to the end of the `with` block.
 
-    With `is_last`, the process ends with the block, and the signals stay without effect.
+    The process ends with the block, so the signals stay without effect after it.
     """
 
-    def __init__(self, *, is_last: bool = False) -> None:
+    def __init__(self) -> None:
         # ignored signals stay ignored: the command of a `nohup` inherits that. Shells start their background jobs with two
         # of them ignored, and the command may handle these nevertheless
         self.ignored = frozenset(number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN)
         self.wanted = PASSED_ON - (self.ignored - OF_BACKGROUND)
         self.mask_before: frozenset[int] = frozenset()
-        self._is_last = is_last
         self._is_held = False
         self._child_before: object = None
 
@@ -94,18 +93,9 @@ class HeldSignals:
     ) -> None:
         if not self._is_held:
             return
-        if self._is_last:
-            _ignore(self.wanted)
-        else:
-            while signal.sigtimedwait(self.wanted, 0) is not None:
-                pass
+        for number in self.wanted:  # pending ones, too
+            with suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, self._child_before)  # type: ignore[arg-type]
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask_before)
         self._is_held = False
-
-
-def _ignore(numbers: Iterable[int]) -> None:
-    """Ignore signals, including pending ones."""
-    for number in numbers:
-        with suppress(OSError, ValueError):
-            signal.signal(number, signal.SIG_IGN)

@@ -66,7 +66,7 @@ class LiveTuner:
     `earlier` is the decision before a launcher restarted the job: its plan stays on record until there is another.
     """
 
-    def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None = None) -> None:
+    def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None) -> None:
         self._job, self._settings = job, settings
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
         self._lead = Lead(job.exchange, self._follower.lockstep)
@@ -212,7 +212,7 @@ class LiveTuner:
         return given
 
     def _agree_on_trials(self, topic: str, conductor: TuningConductor) -> Steps[Announcement]:
-        """Every rank reports the kernels it has launched; rank 0 announces what is tried, and the first turns."""
+        """Let every rank report its launched kernels; let rank 0 announce what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
         functions = self._job.table.state().functions
         census = Census(functions=functions)

@@ -1,9 +1,8 @@
 """The trace formats, one line each. A file is read by the first format that recognizes its content, whatever the file's
 name.
 
-A format turns the bytes of a file, whole or in pieces, into an `ActivityTrace`. All later stages (steps, dependencies, lone
-times) are the same for every format. To add a format, add a module beside `kineto.py` and a line in
-`FORMATS`.
+A format turns the bytes of a file into an `ActivityTrace`. All later stages (steps, dependencies, lone times) are
+the same for every format. To add a format, add a module beside `kineto.py` and a line in `FORMATS`.
 """
 
 import os
@@ -23,28 +22,20 @@ HEAD_BYTES = 4096  # enough bytes to recognize a format
 
 
 class TraceFormat(NamedTuple):
-    """`knows` recognizes the format by the first bytes. `decode` takes the path, for messages, and all bytes.
+    """`knows` recognizes the format by the first bytes. `read` takes the path, for messages, and the file in pieces.
 
-    Both get uncompressed bytes. If a format has `read`, that is called instead of `decode`, with the file in pieces.
-    `suffixes` are the usual ones of files in this format, in lower case.
+    Both get uncompressed bytes. `suffixes` are the usual ones of files in this format, in lower case.
     """
 
     name: str
     suffixes: tuple[str, ...]
     knows: Callable[[bytes], bool]
-    decode: Callable[[Path, bytearray], ActivityTrace]
-    read: Callable[[Path, Iterator[bytes]], ActivityTrace] | None = None
+    read: Callable[[Path, Iterator[bytes]], ActivityTrace]
 
 
 FORMATS = (
-    TraceFormat(
-        name="torch.profiler",
-        suffixes=(".json", ".json.gz"),
-        knows=kineto.knows,
-        decode=kineto.decode,
-        read=kineto.read,
-    ),
-    TraceFormat(name="Nsight Systems", suffixes=(".sqlite",), knows=nsight.knows, decode=nsight.decode, read=nsight.read),
+    TraceFormat(name="torch.profiler", suffixes=(".json", ".json.gz"), knows=kineto.knows, read=kineto.read),
+    TraceFormat(name="Nsight Systems", suffixes=(".sqlite",), knows=nsight.knows, read=nsight.read),
 )
 SUFFIXES = tuple(suffix for each in FORMATS for suffix in each.suffixes)
 SUFFIXES_IN_WORDS = ", ".join(SUFFIXES)
@@ -67,9 +58,7 @@ def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | No
     named = [each for each in FORMATS if path.name.lower().endswith(each.suffixes)]
     known = [each for each in FORMATS if each.knows(head)]
     chosen = next(iter([*known, *named, *FORMATS]))
-    if chosen.read is not None:
-        return chosen.read(path, chain([first], pieces))
-    return chosen.decode(path, bytearray(b"".join([first, *pieces])))
+    return chosen.read(path, chain([first], pieces))
 
 
 def is_trace(source: str) -> bool:

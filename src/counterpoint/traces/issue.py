@@ -36,13 +36,12 @@ class IssueTimes(Value, frozen=True, kw_only=True):
 
 
 def find_issue_times(
-    operations: list[GpuOperation], host_waits: Sequence[tuple[float, float]] = (), begin_us: float | None = None
+    operations: list[GpuOperation], host_waits: Sequence[tuple[float, float]], begin_us: float
 ) -> IssueTimes:
     """Return issue times of a step's operations, given in issue order. `host_waits` are those of the whole trace, in order.
 
-    `begin_us` is when the step began on the GPU; the default is the start of its first operation.
+    `begin_us` is when the step began on the GPU.
     """
-    begin_us = min(operation.start_us for operation in operations) if begin_us is None else begin_us
     makespan_us = max(operation.end_us for operation in operations) - begin_us
     idle_starts = _idle_starts(operations)
     usual_us = median(_lead(operation) for operation in idle_starts) if idle_starts else 0.0

@@ -51,11 +51,6 @@ def knows(head: bytes) -> bool:
     return head.removeprefix(UTF8_MARK).lstrip()[:1] in (b"{", b"[")
 
 
-def decode(path: Path, raw: bytearray) -> ActivityTrace:
-    """Return the activity in a trace's bytes. Raises `TraceError`, with `path`, if it is no trace or has no GPU activity."""
-    return read(path, iter([bytes(raw)]))
-
-
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     """Return the activity in a trace given in pieces. Raises `TraceError` if it is no trace, or holds no GPU activity.
 

@@ -12,6 +12,7 @@ collective's time, the part that simultaneous computation does not explain was w
 not know dependencies.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -192,10 +193,7 @@ def _busy(trace: ActivityTrace, *, communicates: bool) -> BusySpans:
 
 def _num_ctas(operation: GpuOperation) -> int:
     """Return the CTAs of a launch; 0 for a copy, which holds no SM."""
-    count = 1 if operation.category == "kernel" else 0
-    for extent in operation.arguments.grid:
-        count *= extent
-    return count
+    return math.prod(operation.arguments.grid) if operation.category == "kernel" else 0
 
 
 def _untouched(trace: ActivityTrace, communication: BusySpans, indices: Iterable[int]) -> dict[Signature, list[float]]:

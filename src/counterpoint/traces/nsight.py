@@ -42,11 +42,6 @@ def knows(head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-def decode(path: Path, raw: bytearray) -> ActivityTrace:
-    """Refuse a database that is not a plain file, such as a compressed one."""
-    raise TraceError(f"{path} is a compressed database ({len(raw):,} bytes); unpack it (gunzip) and give the .sqlite file.")
-
-
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     """Return the activity in a database. Raises `TraceError` if it is not of Nsight Systems, or has no GPU activity."""
     try:
@@ -55,7 +50,10 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     except OSError as problem:
         raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .sqlite file.") from problem
     if is_packed:
-        return decode(path, bytearray(b"".join(pieces)))
+        num_bytes = sum(map(len, pieces))
+        raise TraceError(
+            f"{path} is a compressed database ({num_bytes:,} bytes); unpack it (gunzip) and give the .sqlite file."
+        )
     try:
         connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
         try:

@@ -64,8 +64,7 @@ def _caps(step: Step, gpu: Gpu) -> dict[str, Parts]:
     beside = communication_footprint(gpu, "nccl")
     for name in dict.fromkeys(each.name for each in step.operations if isinstance(each, Kernel)):
         numbers = tuple(index for index, each in enumerate(step.operations) if each.name == name)
-        kernel = step.operations[numbers[0]]
-        assert isinstance(kernel, Kernel), "names are those of kernels"
+        kernel = step.kernel(numbers[0])
         usual = residency(gpu, kernel.footprint).ctas_per_sm
         try:
             fitting = largest_residency_beside(gpu, kernel.footprint, beside).ctas_per_sm

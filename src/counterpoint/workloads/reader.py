@@ -9,10 +9,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from counterpoint.errors import StepError, WorkloadError, require_kind, shown, shown_path
-from counterpoint.footprints import usual_footprint
+from counterpoint.errors import StepError, WorkloadError, require_kind, shown
+from counterpoint.footprints import known_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
-from counterpoint.value import read_shipped, read_toml, require, save_text, shipped_names, shipped_text
+from counterpoint.value import check_toml_name, read_shipped, read_toml, require, save_text, shipped_names, shipped_text
 from counterpoint.workloads.description import (
     CollectiveEntry,
     CopyEntry,
@@ -74,11 +74,7 @@ def workload_text(name_or_path: Path | str) -> str:
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
     """Write a workload's file as a template for a user's own. Raises `WorkloadError`, also if `path` has no .toml suffix."""
-    require(
-        Path(path).suffix.lower() == ".toml",
-        WorkloadError,
-        f"The path of a workload file must end in .toml; found '{shown_path(path)}'. Rename it.",
-    )
+    check_toml_name(Path(path), "workload", WorkloadError)
     save_text(path, TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD), "workload", WorkloadError)
 
 
@@ -100,7 +96,7 @@ def _read(name_or_path: Path | str) -> tuple[str, Description]:
 def build_step(description: Description, num_ctas: int | None = None) -> Step:
     """Build the step of a description; `num_ctas` is as in `load_workload`. Raises `StepError` without a file name."""
     if num_ctas is not None:
-        _check_num_ctas(description, num_ctas)
+        description = _with_ctas(description, num_ctas)
     operations: list[Operation] = []
     entries = _issue_order(description)
     previous: dict[str, int] = {}
@@ -110,7 +106,7 @@ def build_step(description: Description, num_ctas: int | None = None) -> Step:
             current[entry.name] = len(operations)
             try:
                 waits_for = _dependencies(entry, current, previous)
-                operation = operation_of(entry, waits_for, description.num_ranks, num_ctas)
+                operation = operation_of(entry, waits_for, description.num_ranks)
             except StepError as problem:
                 raise WorkloadError(f"'{shown(entry.name)}': {problem}") from problem
             operations.append(operation)
@@ -118,17 +114,13 @@ def build_step(description: Description, num_ctas: int | None = None) -> Step:
     return Step(name=description.name, num_ranks=description.num_ranks, operations=tuple(operations))
 
 
-def _check_num_ctas(description: Description, num_ctas: int) -> None:
-    if not description.gemms:
-        raise WorkloadError(
-            f"Workload '{shown(description.name)}' has no GEMM to run with {num_ctas} CTAs; leave num_ctas out."
-        )
-    for gemm in description.gemms:
-        tiles = tile_count(gemm.m, gemm.n, gemm.tile_sizes)
-        if not 1 <= num_ctas <= tiles:
-            raise WorkloadError(
-                f"GEMM '{shown(gemm.name)}': num_ctas of a grid of tiles must be from 1 to {tiles}; found {num_ctas}."
-            )
+def _with_ctas(description: Description, num_ctas: int) -> Description:
+    require(
+        bool(description.gemms),
+        WorkloadError,
+        f"Workload '{shown(description.name)}' has no GEMM to run with {num_ctas} CTAs; leave num_ctas out.",
+    )
+    return replace(description, gemms=tuple(replace(gemm, num_ctas=num_ctas) for gemm in description.gemms))
 
 
 def _waits(entry: Entry) -> list[Wait]:
@@ -182,11 +174,11 @@ def _dependencies(entry: Entry, current: dict[str, int], previous: dict[str, int
     return tuple(Dependency(operation=number) for number in sorted(set(numbers)))
 
 
-def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int, num_ctas: int | None = None) -> Operation:
-    """Return the operation that an entry describes, in a step of `num_ranks`; `num_ctas` is as in `load_workload`."""
+def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int) -> Operation:
+    """Return the operation that an entry describes, in a step of `num_ranks`."""
     match entry:
         case Gemm():
-            return _gemm_kernel(entry, waits_for, num_ctas if num_ctas is not None else entry.num_ctas)
+            return _gemm_kernel(entry, waits_for)
         case OtherKernel():
             return _other_kernel(entry, waits_for)
         case CollectiveEntry():
@@ -202,7 +194,7 @@ def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int
             )
 
 
-def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | None) -> Kernel:
+def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...]) -> Kernel:
     tile = gemm.tile_sizes
     stated_bytes = parse_traffic(gemm.hbm_bytes, gemm.name)
     modelled_bytes = matmul_hbm_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile)
@@ -210,7 +202,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...], num_ctas: int | 
         name=gemm.name,
         stream=gemm.stream,
         footprint=Footprint(
-            num_ctas=num_ctas if num_ctas is not None else tile_count(gemm.m, gemm.n, tile),
+            num_ctas=tile_count(gemm.m, gemm.n, tile) if gemm.num_ctas is None else gemm.num_ctas,
             threads_per_cta=gemm.threads_per_cta,
             registers_per_thread=gemm.registers_per_thread,
             dynamic_shared_bytes=gemm.shared_bytes,
@@ -284,7 +276,7 @@ def _parts(entry: CollectiveEntry, group_size: int) -> UnevenParts | None:
 
 def _nccl_footprint(entry: CollectiveEntry, num_ctas: int) -> Footprint:
     """Return the file's figures, completed by NCCL's. NCCL uses no cluster if the cluster size does not divide the grid."""
-    usual = usual_footprint("nccl", STATED_FOR)
+    usual = known_footprint("nccl", STATED_FOR).footprint()
     cluster = usual.ctas_per_cluster if num_ctas % usual.ctas_per_cluster == 0 else 1
     stated = {
         "num_ctas": num_ctas,

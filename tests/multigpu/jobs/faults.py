@@ -27,7 +27,7 @@ def main(fault: str) -> None:
     captured = capture(step, limit_s=15)
     if fault == "a rank dies" and rank == 1:
         os._exit(9)
-    tune_captured(captured)
+    tune_captured(captured, None)
 
 
 if __name__ == "__main__":

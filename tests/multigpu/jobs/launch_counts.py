@@ -27,7 +27,7 @@ STEPS_BEFORE, STEPS_COUNTED = 3, 5
 
 
 def state_of_filter() -> FilterState:
-    block = ControlBlock.open(Path(os.environ[DIRECTORY_VARIABLE]) / f"{os.getpid()}.block")
+    block = ControlBlock(Path(os.environ[DIRECTORY_VARIABLE]) / f"{os.getpid()}.block")
     try:
         return block.state()
     finally:

@@ -19,14 +19,17 @@ KINDS_AMONG_STREAMING = (*KINDS, "reduce_scatter")
 FEW_CTAS = 8
 MATMUL_SIZE, TILED_SIZE = 8192, 6144
 HEAD_START_US = 20.0
+NUM_OTHERS = {"streaming": 24, "matmul": 6}  # launches that outlast a collective, by kernel
 ROUNDS = 3
 
 
 def probe_contention(session: Session) -> list[Point]:
     """Time a collective beside kernels that stream and that multiply, and each kernel beside the collective."""
     buffers = [torch.zeros(COMMUNICATED_BYTES // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-    points = _placed_first(session, (buffers[0], buffers[1]))
-    for name, kernel, num_others in _kernels(session):
+    neighbors = _neighbors()
+    points = _placed_first(session, neighbors, (buffers[0], buffers[1]))
+    for name, num_others in NUM_OTHERS.items():
+        kernel = neighbors[name]
         alone = session.rendezvous.slowest_of(session.times_us(kernel, rounds=3))
         points.append(point("kernel_us", alone, kernel=name, group="contention"))
         for kind in KINDS_AMONG_STREAMING if name == "streaming" else KINDS[:1]:
@@ -35,10 +38,10 @@ def probe_contention(session: Session) -> list[Point]:
     return points
 
 
-def _placed_first(session: Session, buffers: tuple[torch.Tensor, torch.Tensor]) -> list[Point]:
+def _placed_first(session: Session, neighbors: dict[str, Issue], buffers: tuple[torch.Tensor, torch.Tensor]) -> list[Point]:
     """Time collectives that are placed on their SMs before kernels start beside them, with their usual CTAs and with few."""
     points = []
-    side, neighbors = torch.cuda.Stream(priority=session.gpu.greatest_priority), _neighbors()
+    side = torch.cuda.Stream(priority=session.gpu.greatest_priority)
     for num_ctas in (None, FEW_CTAS):
         group = group_of(num_ctas)
         for kind in KINDS:
@@ -56,6 +59,7 @@ def _placed_first(session: Session, buffers: tuple[torch.Tensor, torch.Tensor]) 
 
 
 def _neighbors() -> dict[str, Issue]:
+    """Return the kernels that run beside collectives, by name."""
     source = torch.ones(STREAMED_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
@@ -90,17 +94,6 @@ def _first_us(session: Session, issue: Issue, kernel: Issue, number: int, side: 
         session.wait(session.mark(main), end)
         times.append(1000 * start.elapsed_time(end))
     return times
-
-
-def _kernels(session: Session) -> list[tuple[str, Issue, int]]:
-    """Return name, kernel, and how many launches of it outlast a collective."""
-    source = torch.ones(STREAMED_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    a, b, c = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    return [
-        ("streaming", lambda: torch.mul(source, 2.0, out=target), 24),
-        ("matmul", lambda: torch.mm(a, b, out=c), 6),
-    ]
 
 
 def _both(session: Session, kernel: tuple[str, Issue, int], communication: tuple[str, Issue]) -> list[Point]:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.energy import Reading, mean_watts
-from counterpoint.cuda.probes.gpu_state import GpuState, Nvml
+from counterpoint.cuda.nvml import GpuState, Nvml
 from counterpoint.cuda.probes.matmuls import TILES, TYPES, matmul, tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError

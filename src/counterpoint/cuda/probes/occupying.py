@@ -48,9 +48,9 @@ class Marks:
         return [int(each) for each in self._words[:, 1].tolist()]
 
 
-def occupy(launch: ProbeLaunch, marks: Marks, duration_us: float, spread_us: float = 0.0) -> None:
-    """Launch on the current stream: CTAs that last `duration_us`, and up to `spread_us` more by a hash of their number."""
-    _launch("occupy", launch, (round(1000 * duration_us), round(1000 * spread_us), marks.address))
+def occupy(launch: ProbeLaunch, marks: Marks, duration_us: float) -> None:
+    """Launch on the current stream: CTAs that last `duration_us` each."""
+    _launch("occupy", launch, (round(1000 * duration_us), 0, marks.address))
 
 
 def compute(launch: ProbeLaunch, marks: Marks, iterations: int, num_chains: int = 8) -> None:

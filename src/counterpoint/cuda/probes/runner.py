@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from cuda.bindings import driver as cu
 
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import check, pci_bus_id
+from counterpoint.cuda.nvml import GpuState, Nvml, check_alone, check_unthrottled
 from counterpoint.cuda.probes.collectives import probe_collectives
 from counterpoint.cuda.probes.contention import probe_contention
 from counterpoint.cuda.probes.copies import probe_copies
-from counterpoint.cuda.probes.gpu_state import GpuState, Nvml, check_alone, check_unthrottled
 from counterpoint.cuda.probes.launches import probe_launches
 from counterpoint.cuda.probes.load import probe_load
 from counterpoint.cuda.probes.matmuls import probe_matmuls, probe_residency
@@ -82,10 +82,8 @@ def probes(nvml: Nvml | None) -> tuple[Probe, ...]:
 def open_nvml() -> Nvml | None:
     """Return NVML for this rank's GPU; None if the driver's library is missing. Starts nothing on the GPU."""
     check("Starting the driver", cu.cuInit(0))
-    device = check("Finding a GPU", cu.cuDeviceGet(int(os.environ.get("LOCAL_RANK", "0"))))
-    bus_id = check("Asking for a GPU's place", cu.cuDeviceGetPCIBusId(64, device))
     try:
-        return Nvml(bus_id.split(b"\0")[0].decode())
+        return Nvml(pci_bus_id(int(os.environ.get("LOCAL_RANK", "0"))))
     except OSError:
         return None
 
@@ -107,7 +105,7 @@ def run_probes(
     nvml: Nvml | None,
     is_done: Collection[str],
     on_result: Callable[[ProbeResult], None],
-    only: Collection[str] = (),
+    only: Collection[str],
 ) -> None:
     """Run the probes that are not done yet, or those named in `only`; on rank 0, `on_result` gets each result at once.
 

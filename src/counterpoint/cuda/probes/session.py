@@ -17,6 +17,7 @@ from counterpoint.machine import Machine
 
 Issue = Callable[[], object]
 ROUNDS = 5
+ROUNDS_BESIDE = 3
 ISSUE_US = 40.0  # time that the host may take for one call; a larger value only lengthens the probe
 MOST_HOLD_US = 5000.0
 DELAY_BYTES = 1 << 20
@@ -44,11 +45,11 @@ class Session:
     def wait(self, *events: torch.cuda.Event) -> None:
         """Wait for events on the GPU, by default for the current stream's work. Raises `DeviceError` after the limit."""
         awaited = events or (self.mark(),)
-        while not all(event.query() for event in awaited):
+        is_over = False
+        while not is_over:
+            is_over = all(event.query() for event in awaited)
             if time.monotonic() > self._deadline:
                 raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
-        if time.monotonic() > self._deadline:
-            raise DeviceError(f"it took longer than its limit of {self._limit_s:g} s")
 
     @staticmethod
     def mark(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
@@ -93,7 +94,7 @@ class Session:
         return self.rendezvous.slowest_of(self.times_us(issue, rounds=rounds, calls=calls))
 
     def times_beside_us(
-        self, issue: Issue, other: Issue, *, num_others: int, stream: torch.cuda.Stream | None = None, rounds: int = 3
+        self, issue: Issue, other: Issue, *, num_others: int, stream: torch.cuda.Stream | None = None
     ) -> list[float]:
         """Return the time of a call while `num_others` calls of `other` run on the current stream; they must outlast two.
 
@@ -101,7 +102,7 @@ class Session:
         ranks, the one that is a collective synchronizes them. Raises `DeviceError` if the other calls end first.
         """
         side, times = stream or torch.cuda.Stream(), []
-        for _ in range(rounds):
+        for _ in range(ROUNDS_BESIDE):
             self.wait()
             self.hold(ISSUE_US * (num_others + 4))
             other()

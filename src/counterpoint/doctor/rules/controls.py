@@ -32,8 +32,7 @@ def priority_of_waited_collectives(context: JobContext) -> Finding | None:
         setting="priority of collectives",
         found=f"{asked}, torch {context.torch_version}{f', {fsdp2.where}' if fsdp2 else ''}",
         fact="A collective called with async_op=False runs on the current stream, where the process group's priority "
-        "does not "
-        f"reach it.{of_fsdp2}",
+        f"does not reach it.{of_fsdp2}",
         source="pytorch/pytorch pull request 150398 (torch 2.8); torch/distributed/fsdp/_fully_shard, torch 2.13",
         remedy="Leave it out for FSDP2. Elsewhere it works for collectives called with async_op=True, as DDP's are."
         if fsdp2

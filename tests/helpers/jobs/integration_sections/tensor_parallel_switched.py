@@ -81,7 +81,7 @@ def tensor_parallel_switches() -> None:
     assert words.startswith("overlap: off for 7 linears: attention.q, attention.k")
     assert f"{NUM_CALLS * 3} calls by copies" in words
     refused(lambda: tensor_parallel.overlap(block), "is already overlapped")
-    refused(lambda: overlapped.use(1), "takes True or False")
+    refused(lambda: overlapped.use(1), "is_on must be True or False; found 1")
     overlapped.undo()
     refused(lambda: overlapped.use(True), "was undone")
     tensor_parallel.overlap(block).undo()

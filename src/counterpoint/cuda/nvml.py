@@ -1,7 +1,7 @@
-"""Checks with NVML whether a GPU is fit to be measured: its clocks, its power, its memory and other processes on it.
+"""Reads a GPU's state and energy with NVML, and checks whether the GPU is fit to be measured.
 
-Calls the driver's own library (`libnvidia-ml.so.1`), so nothing has to be installed. If the library is missing, the GPU is
-measured nevertheless, and the conditions say that its state could not be read.
+Calls the driver's own library (`libnvidia-ml.so.1`), so nothing has to be installed. If the library is missing, a GPU is
+calibrated nevertheless, and the conditions say that its state could not be read.
 """
 
 import ctypes
@@ -20,6 +20,8 @@ THROTTLES = {
     0x80: "power brake",
 }
 POWER_CAP = 0x04
+# nvml.h: nvmlReturn_t
+ERRORS = {3: "not supported by this GPU", 4: "no permission", 6: "GPU not found", 9: "driver not loaded"}
 SM_CLOCK = 1
 MOST_BUSY_PERCENT = 5  # of the last sampling period; an idle GPU shows 0. An assumption
 MOST_USED_BYTES = 2048 * MIB  # an idle GPU holds 0.5 to 1 GiB for the driver. An assumption
@@ -75,10 +77,13 @@ def check_alone(state: GpuState, where: str) -> None:
 
 
 class Nvml:
-    """NVML, opened for the GPU with this PCI bus id. Raises `OSError` if the driver's library is missing."""
+    """NVML, opened for the GPU at an address on the PCI bus, as in "0000:18:00.0".
 
-    def __init__(self, pci_bus_id: str) -> None:
-        self._library = ctypes.CDLL(LIBRARY)
+    `library` is NVML, by default as `ctypes` loads it. Raises `OSError` if it is missing, and `DeviceError` if it fails.
+    """
+
+    def __init__(self, pci_bus_id: str, library: Any = None) -> None:
+        self._library = ctypes.CDLL(LIBRARY) if library is None else library
         self._device = ctypes.c_void_p()
         self._call("nvmlInit_v2")
         self._call("nvmlDeviceGetHandleByPciBusId_v2", pci_bus_id.encode(), ctypes.byref(self._device))
@@ -124,4 +129,5 @@ class Nvml:
     def _call(self, name: str, *values: Any) -> None:
         status = getattr(self._library, name)(*values)
         if status:
-            raise DeviceError(f"NVML does not answer: {name} returned {status}. Update the driver, or check nvidia-smi.")
+            reason = ERRORS.get(status, "see nvmlReturn_t in NVIDIA's documentation")
+            raise DeviceError(f"{name} of NVML failed with error {status} ({reason}). Check nvidia-smi.")
