@@ -67,6 +67,7 @@ GROUPS = {
     ),
     "the rest": (
         "tensor_parallel_refuses",
+        "tensor_parallel_keeps_other_formulas",
         "tensor_parallel_left_to_dtensor",
         "tensor_parallel_neighbors_part",
         "tensor_parallel_with_fsdp2",

@@ -70,6 +70,7 @@ SECTIONS = (
     "tensor_parallel_lays_gradients_out_alike",
     "tensor_parallel_frozen",
     "tensor_parallel_refuses",
+    "tensor_parallel_keeps_other_formulas",
     "tensor_parallel_left_to_dtensor",
     "tensor_parallel_neighbors_part",
     "tensor_parallel_with_fsdp2",

@@ -79,6 +79,9 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
             f"its {divided} {kind}s do not divide by the {num_ranks} ranks, but only equal parts are supported. Pad "
             "its weight"
         )
+    forward = closure_of(vars(linear).get("forward")).get("original_forward", linear.forward)  # transformers wraps it
+    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return "its forward is not that of torch.nn.Linear, and operators compute no other formula. Leave it unchanged"
     return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
 
 

@@ -65,23 +65,32 @@ class SharedExperts:
     """The shared experts of a layer, computed while tokens are in transit instead of after the routed ones.
 
     The layer passes the same tokens to both, and reads the shared experts' result after the routed experts': it is kept
-    until then. For tokens other than the layer's it is computed again.
+    until then. For tokens other than the layer's it is computed again. If activation checkpointing begins between the layer
+    and its experts, nothing is computed early: a reentrant checkpoint would drop the gradients of the shared experts, and
+    another one would not find their activations when it runs the experts alone again.
     """
 
-    def __init__(self, shared: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, shared: nn.Module) -> None:
+        self._forward_layer: Callable[..., torch.Tensor] = layer.forward
         self._forward: Callable[[torch.Tensor], torch.Tensor] = shared.forward
         self._tokens: torch.Tensor | None = None  # tokens of the layer in the present forward pass
+        self._recording: tuple[object, ...] | None = None  # how the layer's forward pass began; unknown in compiled code
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def layer_begins(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Run as the layer's hook: record its tokens; results left by an error are dropped."""
+    def run_layer(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        """Run the layer, and record its tokens first; results left by an error are dropped.
+
+        No hook of the layer does that, because such a hook may run outside of a checkpoint that holds the layer.
+        """
         self._ready = None
         given = inputs[0] if inputs else None
         self._tokens = given if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) else None
+        self._recording = None if torch.compiler.is_compiling() else recording()
+        return self._forward_layer(*inputs, **named)
 
     def compute(self) -> None:
         """Compute now what the layer will ask for."""
-        if self._tokens is not None:
+        if self._tokens is not None and self._recording in (None, recording()):
             rows, self._tokens = self._tokens.reshape(-1, self._tokens.shape[-1]), None
             self._ready = rows, self._forward(rows)
 
@@ -102,6 +111,11 @@ def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
         return None if switch.is_on else earlier(*arguments)
 
     return hook
+
+
+def recording() -> tuple[object, ...]:
+    """Return whether autograd records, and which hooks take what it saves: each checkpoint has hooks of its own."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:

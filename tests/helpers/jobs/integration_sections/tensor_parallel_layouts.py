@@ -1,5 +1,7 @@
 """Tensor-parallel linears whose inputs, outputs and neighbors are laid out in other ways, and what is refused."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,6 +118,48 @@ def tensor_parallel_refuses() -> None:
     refused(lambda: tensor_parallel.overlap(whole, is_on="x"), "is_on must be True or False; found 'x'")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
+
+
+class Doubled(nn.Linear):
+    """A linear of another formula."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def tensor_parallel_keeps_other_formulas() -> None:
+    """Linears with a forward of the job's own stay unchanged; one that the job gave them after `overlap` runs, and outlives
+    `undo`, as do hooks that the job removed.
+    """
+    mesh, num_tokens = init_device_mesh(DEVICE.type, (dist.get_world_size(),)), 4 * dist.get_world_size()
+
+    def halve(linear: nn.Module) -> None:
+        linear.forward = partial(lambda forward, x: forward(x) / 2, linear.forward)
+
+    def feed_forward() -> FeedForward:
+        torch.manual_seed(0)
+        mlp = FeedForward(64).to(DEVICE, torch.float64)
+        doubled = Doubled(64, 128, bias=False).to(DEVICE, torch.float64)
+        doubled.load_state_dict(mlp.gate.state_dict())
+        mlp.gate = doubled
+        return parallelize_feed_forward(mlp, mesh)
+
+    stock, mlp = feed_forward(), feed_forward()
+    halve(stock.up)
+    halve(mlp.up)
+    overlapped = tensor_parallel.overlap(mlp)
+    assert overlapped.taken == ["down"]
+    assert all("its forward is not that of torch.nn.Linear" in overlapped.refused[name] for name in ("gate", "up"))
+    for each in (stock, mlp):
+        halve(each.down)
+    wanted = block_results(stock, 1, num_tokens)
+    assert_close(block_results(mlp, 1, num_tokens), wanted, 1e-12)
+    (key,) = mlp.down._forward_pre_hooks
+    removed = mlp.down._forward_pre_hooks.pop(key)
+    overlapped.undo()
+    assert key not in mlp.down._forward_pre_hooks
+    mlp.down._forward_pre_hooks[key] = removed
+    assert_close(block_results(mlp, 1, num_tokens), wanted, 1e-12)
 
 
 class Sometimes(FeedForward):
