@@ -33,10 +33,23 @@ from counterpoint.ops.operator_call import calls_of
 
 @final
 class Switch:
-    """Whether the linears of a model run operators; a copy of the model has the same one."""
+    """Whether the linears of a model run operators; a copy of the model has the same one.
+
+    A job may switch between a forward pass and its backward pass, or within the latter, where optimizers step. What
+    checkpointing runs again in the backward pass then does what it did in the forward pass.
+    """
 
     def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
+        self.is_on = self._was_on = is_on
+
+    @property
+    def holds(self) -> bool:
+        """Whether the part of the model that asks runs operators now."""
+        if torch.compiler.is_compiling():
+            return self.is_on
+        if not _is_in_backward():
+            self._was_on = self.is_on
+        return self._was_on
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
         return self
@@ -107,7 +120,7 @@ class ColumnwiseForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
-        if not self._switch.is_on:
+        if not self._switch.holds:
             return self._forward(given)
         dim = self._sharded_dim(given)
         if dim is None:
@@ -162,7 +175,7 @@ class RowwiseForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
-        if not self._switch.is_on:
+        if not self._switch.holds:
             return self._forward(given)
         if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
@@ -197,7 +210,7 @@ class AllReduceForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
-        if not self._switch.is_on:
+        if not self._switch.holds:
             return self._forward(given)
         if _runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))

@@ -44,7 +44,7 @@ class TorchtitanExperts:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torchtitan compiles none of its dispatch either
     def run(self, tokens: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for tokens (T, dim) sorted by the experts of all ranks, in the same order."""
-        if not self._switch.is_on:
+        if not self._switch.holds:
             result: torch.Tensor = self._forward(tokens, num_tokens_per_expert)
             return result
         given, tensor_mesh = tokens, self._layout.tensor_mesh
@@ -108,7 +108,7 @@ def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
     """Replace a hook that sends tokens or brings results back: do nothing, because `forward` does it."""
 
     def hook(*arguments: Any) -> Any:
-        return None if switch.is_on else earlier(*arguments)
+        return None if switch.holds else earlier(*arguments)
 
     return hook
 

@@ -20,7 +20,7 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
     style, mesh, positions = found.style, found.mesh, found.positions
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if not switch.is_on:
+        if not switch.holds:
             return earlier(module, inputs)
         prepared = list(inputs)
         for position, given in enumerate(inputs[: len(style.input_layouts)]):
@@ -41,7 +41,7 @@ def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..
     mesh, layouts = layout.mesh, layout.input_layouts
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if not switch.is_on:
+        if not switch.holds:
             return earlier(module, inputs)
         if not torch.compiler.is_compiling():
             return None
@@ -55,7 +55,7 @@ def leave_local(earlier: Hook, switch: Switch) -> Callable[..., Any]:
     """Replace a hook that turns an input into a DTensor, if the local tensor is needed."""
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        return None if switch.is_on else earlier(module, inputs)
+        return None if switch.holds else earlier(module, inputs)
 
     return prepare
 

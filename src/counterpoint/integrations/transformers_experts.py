@@ -87,7 +87,7 @@ class TransformersExperts:
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
-        if not (self._switch.is_on and self._is_sent(given)):
+        if not (self._switch.holds and self._is_sent(given)):
             result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
             return result
         routes = Routes(top_k_index, weights)

@@ -73,21 +73,55 @@ class TakesLocal(FeedForward):
         return super().forward(x) * x.to_local().square().mean()
 
 
+class Adapter(nn.Module):
+    """It adds to a linear's output, from the local tensor of its input."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(x, DTensor)
+        return self.base(x) + x.to_local().square().mean()
+
+
 def tensor_parallel_leaves_local_inputs() -> None:
     """A module whose inputs are gathered to plain tensors gets them so, and may use them as it likes; so does one that makes
-    them plain by itself.
+    them plain by itself, in its parts or in hooks.
     """
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    for kind, use_local_output in ((Routed, True), (TakesLocal, False)):
+
+    def routed() -> nn.Module:
+        return parallelize_feed_forward(Routed(64).to(DEVICE, torch.float64), mesh, use_local_output=True)
+
+    def split(kind: type[FeedForward] = FeedForward) -> nn.Module:
+        return parallelize_feed_forward(kind(64).to(DEVICE, torch.float64), mesh)
+
+    def adapted() -> nn.Module:
+        mlp = split()
+        mlp.up = Adapter(mlp.up)
+        return mlp
+
+    seen: list[torch.Tensor] = []
+
+    def hooked() -> nn.Module:
+        mlp = split()
+        mlp.gate.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].to_local().detach()))
+        mlp.down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].full_tensor().detach()))
+        return mlp
+
+    for build, taken in ((routed, ["down"]), (lambda: split(TakesLocal), ["down"]), (adapted, ["down"]), (hooked, [])):
         results: list[list[torch.Tensor]] = []
         for is_ours in (False, True):
             torch.manual_seed(0)
-            mlp = parallelize_feed_forward(kind(64).to(DEVICE, torch.float64), mesh, use_local_output=use_local_output)
+            seen.clear()
+            mlp = nn.Sequential(build(), split())
             if is_ours:
                 overlapped = tensor_parallel.overlap(mlp)
-                assert overlapped.taken == ["down"]
+                assert [name for name in overlapped.taken if name.startswith("0.")] == [f"0.{name}" for name in taken]
                 assert "without use_local_output" in str(overlapped)
-            results.append(block_results(mlp, 1, 4 * dist.get_world_size()))
+                assert ("a hook of the job's takes" in str(overlapped)) is (build is hooked)
+            results.append([*block_results(mlp, 1, 4 * dist.get_world_size()), *seen])
         assert_close(results[1], results[0], 1e-12)
 
 
