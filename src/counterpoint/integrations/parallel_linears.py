@@ -28,6 +28,7 @@ from counterpoint.integrations.sequence_shards import (
     why_not_multiplied,
 )
 from counterpoint.ops import operators
+from counterpoint.ops.dispatch import is_observed
 from counterpoint.ops.operator_call import calls_of
 
 
@@ -41,6 +42,17 @@ class Switch:
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = self._was_on = is_on
+        self.is_watching = False
+        self.has_second_derivatives = False  # seen while `is_watching`, in eager code
+
+    def pass_on(self, output: torch.Tensor) -> torch.Tensor:
+        """Return what an original forward gave. While `is_watching`, note whether its gradients are differentiated again."""
+        if not torch.compiler.is_compiling() and self.is_watching and output.requires_grad and not is_observed():
+            output.register_hook(self._look)
+        return output
+
+    def _look(self, _gradient: torch.Tensor) -> None:
+        self.has_second_derivatives |= torch.is_grad_enabled()  # only a backward pass with create_graph records gradients
 
     @property
     def holds(self) -> bool:
@@ -121,7 +133,7 @@ class ColumnwiseForward:
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
         if not self._switch.holds:
-            return self._forward(given)
+            return self._switch.pass_on(self._forward(given))
         dim = self._sharded_dim(given)
         if dim is None:
             return self._forward(given)
@@ -176,7 +188,7 @@ class RowwiseForward:
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
         if not self._switch.holds:
-            return self._forward(given)
+            return self._switch.pass_on(self._forward(given))
         if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
@@ -211,7 +223,7 @@ class AllReduceForward:
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
         if not self._switch.holds:
-            return self._forward(given)
+            return self._switch.pass_on(self._forward(given))
         if _runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)

@@ -45,8 +45,7 @@ class TorchtitanExperts:
     def run(self, tokens: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for tokens (T, dim) sorted by the experts of all ranks, in the same order."""
         if not self._switch.holds:
-            result: torch.Tensor = self._forward(tokens, num_tokens_per_expert)
-            return result
+            return self._switch.pass_on(self._forward(tokens, num_tokens_per_expert))
         given, tensor_mesh = tokens, self._layout.tensor_mesh
         if tensor_mesh is not None:  # every rank of the group contributes a part of the gradient, as in torchtitan
             shared = DTensor.from_local(tokens, tensor_mesh, (Replicate(),), run_check=False)

@@ -88,8 +88,7 @@ class TransformersExperts:
         """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
         if not (self._switch.holds and self._is_sent(given)):
-            result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
-            return result
+            return self._switch.pass_on(self._forward(hidden_states, top_k_index, top_k_weights))
         routes = Routes(top_k_index, weights)
         if self._tokens_mesh.size() == 1:
             return self._results(given, routes).to(given.dtype)
