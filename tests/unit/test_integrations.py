@@ -73,6 +73,7 @@ SECTIONS = (
     "tensor_parallel_keeps_other_formulas",
     "tensor_parallel_left_to_dtensor",
     "tensor_parallel_neighbors_part",
+    "tensor_parallel_neighbors_under_other_conditions",
     "tensor_parallel_with_fsdp2",
     "tensor_parallel_switches",
     "tensor_parallel_without_memory",

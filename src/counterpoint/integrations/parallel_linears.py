@@ -21,6 +21,7 @@ from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
     Route,
     cast_for_matmul,
+    conditions_of,
     gather_multiply,
     multiply_all_reduce,
     multiply_scatter,
@@ -72,22 +73,23 @@ class SharedInput:
     """The column-parallel linears of one module, and the products that some of them have computed for the others."""
 
     def __init__(self) -> None:
-        self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, tuple[object, ...], torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
 
     def product(self, column: "ColumnwiseForward", given: torch.Tensor) -> torch.Tensor:
-        """Return this linear's product, computed now with those of its group, or before."""
+        """Return this linear's product, computed now with those of its group, or before under the same conditions."""
         if self._ready:
             ready = self._ready.pop(column, None)
-            if ready is not None and ready[0] is given:
-                return ready[1]
+            if ready is not None and ready[0] is given and ready[1] == column.conditions(given):
+                return ready[2]
         if self._parting and not _is_in_backward():  # recomputed activations must be computed as before
             self._part()
+        conditions = column.conditions(given) if len(column.group) > 1 else ()
         products = column.multiply(given)
-        if len(products) > 1:
+        if conditions:
             for member, product in zip(column.group, products, strict=True):
                 if member is not column:
-                    self._ready[member] = (given, product)
+                    self._ready[member] = given, conditions, product
         return products[column.position]
 
     def finish(self, *_: object) -> None:
@@ -153,6 +155,10 @@ class ColumnwiseForward:
         if self._is_output_local:
             return product
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
+
+    def conditions(self, given: torch.Tensor) -> tuple[object, ...]:
+        """See `conditions_of`; the same for all linears of the group."""
+        return conditions_of(given, [member.linear.weight for member in self.group])
 
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The products of the linears of the group, without their biases."""

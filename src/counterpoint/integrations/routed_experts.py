@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from counterpoint.integrations.expert_layouts import WEIGHTS, SpreadLayout
 from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import Switch
-from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.integrations.sequence_shards import cast_for_matmul, recording
 from counterpoint.ops import expert_ffn
 
 
@@ -110,11 +110,6 @@ def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
         return None if switch.holds else earlier(*arguments)
 
     return hook
-
-
-def recording() -> tuple[object, ...]:
-    """Return whether autograd records, and which hooks take what it saves: each checkpoint has hooks of its own."""
-    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:

@@ -281,6 +281,58 @@ def tensor_parallel_neighbors_part() -> None:
     assert_close(results[1], results[0], 1e-12)
 
 
+class Conditional(FeedForward):
+    """Its gate has the input of its neighbor, but runs under other conditions, before it or after it."""
+
+    condition, is_first = "", False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            gate = self.gate_under_condition(x)
+            return self.down(self.up(x) * gate)
+        up = self.up(x)
+        if self.condition == "in place":
+            x.mul_(2)
+        return self.down(up * self.gate_under_condition(x))
+
+    def gate_under_condition(self, x: torch.Tensor) -> torch.Tensor:
+        if self.condition in ("recomputed", "reentrant"):
+            gate: torch.Tensor = checkpoint(self.gate, x, use_reentrant=self.condition == "reentrant")
+            return gate
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.condition != "no gradients"):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.condition == "autocast"):
+                gate = self.gate(x)
+            assert (gate.dtype == torch.bfloat16) is (self.condition == "autocast")
+            return gate.to(x.dtype)
+
+
+def tensor_parallel_neighbors_under_other_conditions() -> None:
+    """What one neighbor computes without gradients, in a checkpoint, under autocast or before a change in place is not what
+    the other needs.
+    """
+    mesh, num_ranks = init_device_mesh(DEVICE.type, (dist.get_world_size(),)), dist.get_world_size()
+    for condition in ("no gradients", "recomputed", "reentrant", "autocast", "in place"):
+        for is_first in (False, True):
+            results: list[list[torch.Tensor]] = []
+            for is_ours in (False, True):
+                torch.manual_seed(0)
+                mlp = parallelize_feed_forward(Conditional(64).to(DEVICE), mesh)
+                mlp.condition, mlp.is_first = condition, is_first
+                if is_ours:
+                    tensor_parallel.overlap(mlp)
+                found = []
+                for _ in range(2):
+                    if condition == "in place":
+                        with torch.no_grad():
+                            found.append(mlp(torch.ones(1, 4, 64, device=DEVICE)))
+                    else:
+                        block_results(mlp, 1, 4 * num_ranks, torch.float32)
+                        grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
+                        found += [each.clone() for each in grads if each.any()]  # of what is unused: zero, or none
+                results.append(found)
+            assert_close(results[1], results[0], 0.02 if condition == "autocast" else 1e-5, f"{condition} {is_first}")
+
+
 def tensor_parallel_with_fsdp2() -> None:
     """`overlap`, and before it or after it `fully_shard` over another dimension of the mesh."""
     num_ranks = dist.get_world_size()
