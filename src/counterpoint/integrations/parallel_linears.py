@@ -29,7 +29,7 @@ from counterpoint.integrations.sequence_shards import (
     why_not_multiplied,
 )
 from counterpoint.ops import operators
-from counterpoint.ops.dispatch import is_observed
+from counterpoint.ops.dispatch import is_checkpointed, is_observed
 from counterpoint.ops.operator_call import calls_of
 
 
@@ -75,15 +75,19 @@ class SharedInput:
     def __init__(self) -> None:
         self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, tuple[object, ...], torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
+        self._num_to_recompute = 0  # calls in checkpoints that have not run again in backward
 
     def product(self, column: "ColumnwiseForward", given: torch.Tensor) -> torch.Tensor:
         """Return this linear's product, computed now with those of its group, or before under the same conditions."""
+        is_again, is_counted = _is_in_backward(), is_checkpointed()
+        if is_counted:
+            self._num_to_recompute = max(0, self._num_to_recompute + (-1 if is_again else 1))
         if self._ready:
             ready = self._ready.pop(column, None)
             if ready is not None and ready[0] is given and ready[1] == column.conditions(given):
                 return ready[2]
-        if self._parting and not _is_in_backward():  # recomputed activations must be computed as before
-            self._part()
+        if self._parting and not is_again and self._num_to_recompute <= is_counted:  # none but this call
+            self._part()  # what runs again must be computed as before
         conditions = column.conditions(given) if len(column.group) > 1 else ()
         products = column.multiply(given)
         if conditions:

@@ -260,7 +260,8 @@ def tensor_parallel_neighbors_part() -> None:
     results: list[list[torch.Tensor]] = []
     for is_ours in (False, True):
         found: list[torch.Tensor] = []
-        for modes in (("both", "both"), ("both", "up", "both"), ("apart", "both"), ("up", "apart")):
+        ways = (("both", "both"), ("both", "up", "both"), ("apart", "both"), ("up", "apart"))
+        for modes, num_runs in ((modes, num_runs) for modes in ways for num_runs in (1, 2)):
             torch.manual_seed(0)
             mlp = Sometimes(64).to(DEVICE, torch.float64)
             plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
@@ -273,7 +274,8 @@ def tensor_parallel_neighbors_part() -> None:
                 mlp.mode = mode
                 mlp.zero_grad()
                 given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
-                checkpoint(mlp, given.requires_grad_(), use_reentrant=False).pow(2).sum().backward()
+                runs = [checkpoint(mlp, given.requires_grad_(), use_reentrant=False) for _ in range(num_runs)]
+                torch.stack(runs).pow(2).sum().backward()
                 assert given.grad is not None
                 grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
                 found += [given.grad, *(each.clone() for each in grads if each.any())]  # of what is unused: zero, or none
