@@ -117,11 +117,12 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
 def conditions_of(given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Return under which conditions neighbors' products are made; under others, a product is made anew.
 
-    A product that was made without gradients, or in a checkpoint that holds only its neighbor, would lose gradients.
+    A product that was made without gradients, or in a checkpoint that holds only its neighbor, would lose gradients. All
+    ranks must find the same, so nothing depends on addresses: parametrized weights are new tensors each time.
     """
     kind = given.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    versions = [(id(each), each.requires_grad, None if each.is_inference() else each._version) for each in (given, *weights)]
+    versions = [(each.requires_grad, None if each.is_inference() else each._version) for each in (given, *weights)]
     return *recording(), torch.is_inference_mode_enabled(), cast, *versions
 
 

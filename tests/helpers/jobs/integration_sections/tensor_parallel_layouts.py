@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
@@ -308,20 +309,29 @@ class Conditional(FeedForward):
             return gate.to(x.dtype)
 
 
+class Halved(nn.Module):
+    """A parametrization, which gives another tensor each time."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
 def tensor_parallel_neighbors_under_other_conditions() -> None:
     """What one neighbor computes without gradients, in a checkpoint, under autocast or before a change in place is not what
-    the other needs.
+    the other needs. Parametrized weights are new tensors on each rank, and share a gather on all ranks.
     """
     mesh, num_ranks = init_device_mesh(DEVICE.type, (dist.get_world_size(),)), dist.get_world_size()
-    for condition in ("no gradients", "recomputed", "reentrant", "autocast", "in place"):
+    for condition in ("no gradients", "recomputed", "reentrant", "autocast", "in place", "parametrized"):
         for is_first in (False, True):
             results: list[list[torch.Tensor]] = []
             for is_ours in (False, True):
                 torch.manual_seed(0)
                 mlp = parallelize_feed_forward(Conditional(64).to(DEVICE), mesh)
                 mlp.condition, mlp.is_first = condition, is_first
-                if is_ours:
-                    tensor_parallel.overlap(mlp)
+                if condition == "parametrized":
+                    register_parametrization(mlp.gate, "weight", Halved())
+                    register_parametrization(mlp.up, "weight", Halved())
+                overlapped = tensor_parallel.overlap(mlp) if is_ours else None
                 found = []
                 for _ in range(2):
                     if condition == "in place":
@@ -331,6 +341,8 @@ def tensor_parallel_neighbors_under_other_conditions() -> None:
                         block_results(mlp, 1, 4 * num_ranks, torch.float32)
                         grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
                         found += [each.clone() for each in grads if each.any()]  # of what is unused: zero, or none
+                if overlapped is not None and condition == "parametrized":
+                    assert overlapped.num_by_copies + overlapped.num_by_library == 2 * 4
                 results.append(found)
             assert_close(results[1], results[0], 0.02 if condition == "autocast" else 1e-5, f"{condition} {is_first}")
 
