@@ -126,7 +126,7 @@ class ColumnwiseForward:
     ) -> None:
         self.linear, self.layout, self._forward = linear, layout, linear.forward
         self.shared, self._switch, schedule = rest
-        self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
+        self._mesh, self._is_output_local, self._kind = layout.mesh, layout.is_output_local, layout.mesh.device_type
         self._route = layout.route(schedule)
         self._input_dim, self._eager = input_dim, EagerLinears(operators.all_gather_matmul, self._route)
         self.group: tuple[ColumnwiseForward, ...] = (self,)
@@ -161,8 +161,9 @@ class ColumnwiseForward:
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
     def conditions(self, given: torch.Tensor) -> tuple[object, ...]:
-        """See `conditions_of`; the same for all linears of the group."""
-        return conditions_of(given, [member.linear.weight for member in self.group])
+        """See `conditions_of`; the same for all linears of the group. Parametrized weights are none of theirs."""
+        weights = [member.linear._parameters.get("weight") for member in self.group]
+        return conditions_of(self._kind, [given, *[each for each in weights if each is not None]])
 
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The products of the linears of the group, without their biases."""

@@ -100,7 +100,7 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
     code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
     and see one operator for all neighbors: products that are not asked for yet are kept on the input itself.
     """
-    conditions = conditions_of(given, weights)
+    conditions = conditions_of(given.device.type, [given, *weights])
     earlier, waiting = vars(given).get(READY, (None, {}))
     if earlier != conditions or position not in waiting:
         dim = given.placements[0].dim
@@ -114,16 +114,19 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
     return product
 
 
-def conditions_of(given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return under which conditions neighbors' products are made; under others, a product is made anew.
+def conditions_of(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return under which conditions neighbors' products are made on this kind of device; under others, a product is made
+    anew. `tensors`: their input and weights.
 
     A product that was made without gradients, or in a checkpoint that holds only its neighbor, would lose gradients. All
     ranks must find the same, so nothing depends on addresses: parametrized weights are new tensors each time.
     """
-    kind = given.device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    versions = [(each.requires_grad, None if each.is_inference() else each._version) for each in (given, *weights)]
-    return *recording(), torch.is_inference_mode_enabled(), cast, *versions
+    try:
+        versions = [each._version for each in tensors]
+    except RuntimeError:  # tensors made in inference mode have none
+        versions = []
+    return *recording(), torch.is_inference_mode_enabled(), cast, versions
 
 
 def recording() -> tuple[object, ...]:
