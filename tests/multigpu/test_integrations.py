@@ -67,8 +67,10 @@ GROUPS = {
     ),
     "the rest": (
         "tensor_parallel_refuses",
+        "tensor_parallel_keeps_other_formulas",
         "tensor_parallel_left_to_dtensor",
         "tensor_parallel_neighbors_part",
+        "tensor_parallel_neighbors_under_other_conditions",
         "tensor_parallel_with_fsdp2",
         "memory_is_reported_and_given_back",
     ),

@@ -183,6 +183,16 @@ def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
     assert ended.stderr.count("launched no GPU kernel") <= 1, ended.stderr
 
 
+@pytest.mark.parametrize(("kind", "what"), [("tp", "tensor-parallel linears"), ("experts", "routed experts")])
+def test_a_job_that_differentiates_gradients_again_keeps_its_path(kind: str, what: str, tmp_path: Path) -> None:
+    command = job(2, f"{kind}:penalized")
+    bare, ended = start(*command), run_planned(kind, tmp_path, *command)
+    assert bare.returncode == 0, bare.stderr
+    assert ended.stdout == bare.stdout, ended.stderr
+    line = f"counterpoint: {what} stay unchanged: the job differentiates gradients again (create_graph=True)"
+    assert ended.stderr.count(line) == 1, ended.stderr
+
+
 def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: Path) -> None:
     bare, ended = start(*job(2, "ddp:uneven")), run_planned("ddp", tmp_path, *job(2, "ddp:uneven"))
     found, expected = (results(each.stdout)["ddp:uneven"] for each in (ended, bare))

@@ -120,9 +120,9 @@ def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | No
     shared = shared_experts_of(layer)
     if shared is None:
         return None
-    forward = SharedExperts(shared)
+    forward = SharedExperts(layer, shared)
     overlapped.exchange_forward(shared, forward.run)
-    overlapped.add_hook(layer.register_forward_pre_hook(forward.layer_begins))
+    overlapped.exchange_forward(layer, forward.run_layer)
     return forward
 
 

@@ -23,6 +23,9 @@ from counterpoint.integrations.sequence_shards import Route
 
 Hook = Callable[..., Any]
 Layouts = tuple[Any, ...]
+LOCAL_NAMES = frozenset({"to_local", "_local_tensor"})  # of what gives a rank's part of a DTensor
+DTENSOR_NAMES = LOCAL_NAMES | {"full_tensor", "redistribute", "placements", "device_mesh"}
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 NUM_OUTPUT_ARGUMENTS = 2  # arguments bound into the styles' output functions: layouts, and whether to return local tensors
 
 
@@ -79,6 +82,9 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
             f"its {divided} {kind}s do not divide by the {num_ranks} ranks, but only equal parts are supported. Pad "
             "its weight"
         )
+    forward = closure_of(vars(linear).get("forward")).get("original_forward", linear.forward)  # transformers wraps it
+    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return "its forward is not that of torch.nn.Linear, and operators compute no other formula. Leave it unchanged"
     return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
 
 
@@ -106,6 +112,10 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: Devic
     outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
     if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
         return "its hooks are not those of ColwiseParallel or RowwiseParallel. Parallelize it by parallelize_module"
+    if _uses_in_hooks(linear, DTENSOR_NAMES):
+        return (
+            "a hook of the job's takes its inputs or outputs for DTensors, but operators have a rank's part. Remove the hook"
+        )
     input_hook, (input_layouts, *_) = inputs[0]
     output_hook, (output_layouts, is_local) = outputs[0]
     return LinearLayout(
@@ -142,15 +152,15 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
     """Return the hook that gathers sequence-sharded inputs before the module runs, if there is one.
 
     One that makes inputs local (`use_local_output`) is left alone: the module may use them beside plain tensors, and DTensor
-    would refuse to mix these with a sharded input. So is that of a module whose forward calls `to_local`, which would return
-    this rank's part.
+    would refuse to mix these with a sharded input. So is one of a module in which a forward or a hook calls `to_local`,
+    which would return this rank's part.
     """
     for key, hook in module._forward_pre_hooks.items():
         found = closure_of(hook)
         style, mesh = found.get("self"), found.get("device_mesh")
         if not isinstance(style, PrepareModuleInput) or style.with_kwargs or not style.input_layouts:
             continue
-        if style.use_local_output or _takes_local(module):
+        if style.use_local_output or any(map(_takes_local, module.modules())):
             continue
         pairs = enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         positions = tuple(number for number, (given, wanted) in pairs if is_sequence(given) and wanted == Replicate())
@@ -160,14 +170,25 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
 
 
 def _takes_local(module: nn.Module) -> bool:
-    """Return whether the code of a module's forward calls `to_local`; functions that it calls are not read."""
-    waiting = [getattr(inspect.unwrap(module.forward), "__code__", None)]
+    """Return whether the code of a module's forward or hooks names this rank's part of a DTensor; functions that it calls
+    are not read.
+    """
+    return _uses(module.forward, LOCAL_NAMES) or _uses_in_hooks(module, LOCAL_NAMES)
+
+
+def _uses_in_hooks(module: nn.Module, names: frozenset[str]) -> bool:
+    return any(_uses(hook, names) for kind in HOOKS for hook in vars(module)[kind].values())
+
+
+def _uses(function: Callable[..., Any], names: frozenset[str]) -> bool:
+    """Return whether the code of a function, or of functions defined within, has one of these names."""
+    waiting = [getattr(inspect.unwrap(function), "__code__", None)]
     while waiting:
         code = waiting.pop()
         if isinstance(code, CodeType):
-            if "to_local" in code.co_names:
+            if not names.isdisjoint(code.co_names):
                 return True
-            waiting += code.co_consts  # functions defined within
+            waiting += code.co_consts
     return False
 
 

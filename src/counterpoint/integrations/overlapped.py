@@ -112,12 +112,10 @@ class Overlapped:
         self.exchange_forward(module, run)
 
     def exchange_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        """Give a module another `forward`."""
+        """Give a module another `forward`; `undo` leaves it if the job has wrapped it since: off, it runs the original."""
         earlier = vars(module).get("forward")
         vars(module)["forward"] = run
-        self._undo.append(
-            partial(vars(module).pop, "forward") if earlier is None else partial(vars(module).update, forward=earlier)
-        )
+        self._undo.append(partial(_put_back, vars(module), ("forward", run, earlier)))
 
     def replace_forward(self, name: str, linear: nn.Linear, forward: ParallelForward) -> None:
         """Give a linear another `forward`, whose result may be local already."""
@@ -130,7 +128,7 @@ class Overlapped:
         """Put a hook in another's place."""
         earlier = hooks[key]
         hooks[key] = hook
-        self._undo.append(partial(hooks.__setitem__, key, earlier))
+        self._undo.append(partial(_put_back, hooks, (key, hook, earlier)))
 
     def add_hook(self, handle: RemovableHandle) -> None:
         """Remove a hook in `undo`."""
@@ -177,6 +175,17 @@ class Overlapped:
         for name, reason in self.refused.items():
             found.setdefault(reason, []).append(name or "the module")
         return found
+
+
+def _put_back(held: dict[Any, Any], exchanged: tuple[Any, Any, Any]) -> None:
+    """Undo an exchange, given as key, value and earlier value (None: there was none), if the value is still there."""
+    key, ours, earlier = exchanged
+    if held.get(key) is not ours:
+        return
+    if earlier is None:
+        del held[key]
+    else:
+        held[key] = earlier
 
 
 def _figures(counts: CallCounts) -> Figures:

@@ -21,14 +21,16 @@ from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
     Route,
     cast_for_matmul,
+    conditions_of,
     gather_multiply,
     multiply_all_reduce,
     multiply_scatter,
     neighbor_product,
     why_not_multiplied,
 )
-from counterpoint.integrations.switched_hooks import Switch
+from counterpoint.integrations.switched_hooks import Switch, is_in_backward
 from counterpoint.ops import operators
+from counterpoint.ops.dispatch import is_checkpointed
 from counterpoint.ops.operator_call import calls_of
 
 
@@ -37,22 +39,27 @@ class SharedInput:
     """The column-parallel linears of one module, and the products that some of them have computed for the others."""
 
     def __init__(self) -> None:
-        self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ready: dict[ColumnwiseForward, tuple[torch.Tensor, tuple[object, ...], torch.Tensor]] = {}
         self._parting: set[ColumnwiseForward] = set()
+        self._num_to_recompute = 0  # calls in checkpoints that have not run again in backward
 
     def product(self, column: "ColumnwiseForward", given: torch.Tensor) -> torch.Tensor:
-        """Return this linear's product, computed now with those of its group, or before."""
+        """Return this linear's product, computed now with those of its group, or before under the same conditions."""
+        is_again, is_counted = is_in_backward(), is_checkpointed()
+        if is_counted:
+            self._num_to_recompute = max(0, self._num_to_recompute + (-1 if is_again else 1))
         if self._ready:
             ready = self._ready.pop(column, None)
-            if ready is not None and ready[0] is given:
-                return ready[1]
-        if self._parting and not _is_in_backward():  # recomputed activations must be computed as before
-            self._part()
+            if ready is not None and ready[0] is given and ready[1] == column.conditions(given):
+                return ready[2]
+        if self._parting and not is_again and self._num_to_recompute <= is_counted:  # none but this call
+            self._part()  # what runs again must be computed as before
+        conditions = column.conditions(given) if len(column.group) > 1 else ()
         products = column.multiply(given)
-        if len(products) > 1:
+        if conditions:
             for member, product in zip(column.group, products, strict=True):
                 if member is not column:
-                    self._ready[member] = (given, product)
+                    self._ready[member] = given, conditions, product
         return products[column.position]
 
     def finish(self, *_: object) -> None:
@@ -85,7 +92,7 @@ class ColumnwiseForward:
     ) -> None:
         self.linear, self.layout, self._forward = linear, layout, linear.forward
         self.shared, self._switch, schedule = rest
-        self._mesh, self._is_output_local = layout.mesh, layout.is_output_local
+        self._mesh, self._is_output_local, self._kind = layout.mesh, layout.is_output_local, layout.mesh.device_type
         self._route = layout.route(schedule)
         self._input_dim, self._eager = input_dim, EagerLinears(operators.all_gather_matmul, self._route)
         self.group: tuple[ColumnwiseForward, ...] = (self,)
@@ -97,8 +104,8 @@ class ColumnwiseForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
-        if not self._switch.is_on:
-            return self._forward(given)
+        if not self._switch.holds:
+            return self._switch.watch(self._forward(given))
         dim = self._sharded_dim(given)
         if dim is None:
             return self._forward(given)
@@ -118,6 +125,11 @@ class ColumnwiseForward:
         if self._is_output_local:
             return product
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
+
+    def conditions(self, given: torch.Tensor) -> tuple[object, ...]:
+        """See `conditions_of`; the same for all linears of the group. Parametrized weights are none of theirs."""
+        weights = [member.linear._parameters.get("weight") for member in self.group]
+        return conditions_of(self._kind, [given, *[each for each in weights if each is not None]])
 
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the products of the linears of the group, without their biases."""
@@ -152,8 +164,8 @@ class RowwiseForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
-        if not self._switch.is_on:
-            return self._forward(given)
+        if not self._switch.holds:
+            return self._switch.watch(self._forward(given))
         if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
@@ -187,8 +199,8 @@ class AllReduceForward:
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
         """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
-        if not self._switch.is_on:
-            return self._forward(given)
+        if not self._switch.holds:
+            return self._switch.watch(self._forward(given))
         if _runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
@@ -228,7 +240,3 @@ def _as_prepared(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
     if layout.input_hook is None or isinstance(given, DTensor):
         return given
     return DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
-
-
-def _is_in_backward() -> bool:
-    return int(torch._C._current_graph_task_id()) != -1

@@ -15,6 +15,7 @@ from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.integrations.paths import EXPERTS, MATMULS, Integration, PathOffer, Paths
 from counterpoint.units import format_count
 
+SECOND_DERIVATIVES = "the job differentiates gradients again (create_graph=True), and operators have no second derivative"
 Overlapping = Literal["tensor_parallel", "expert_parallel"]
 
 
@@ -62,14 +63,18 @@ class PreparedOverlaps:
                 if not each.waiting(root):
                     continue
                 try:
-                    self._taken[each.integration].append(each.take(root))
+                    taken = each.take(root)
+                    taken.switch.is_watching = True
+                    self._taken[each.integration].append(taken)
                 except IntegrationError as problem:
                     self._refused[each.integration] = cause_of(problem, 200)
                 except Exception as problem:  # the survey reports it, and the other ranks read it
                     self._failed[each.integration] = reason_of(problem)
 
     def offers(self) -> list[PathOffer]:
-        """Return what was taken, or why not; nothing for an integration that found nothing."""
+        """Return what was taken, or why not; nothing for an integration that found nothing. The first step has ended."""
+        for _, overlapped in self.counting():
+            overlapped.switch.is_watching = False
         found = (self._offer(each) for each in self._integrations)
         return [offer for offer in found if offer is not None]
 
@@ -77,6 +82,8 @@ class PreparedOverlaps:
         integration = overlap.integration
         number = sum(len(each.taken) for each in self._taken[integration])
         failure = self._failed.get(integration)
+        if any(each.switch.has_second_derivatives for each in self._taken[integration]):
+            failure = SECOND_DERIVATIVES
         if number and not failure:
             return PathOffer(integration=integration, what=format_count(number, *overlap.nouns))
         refusal = failure or self._refused.get(integration)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from counterpoint.integrations.expert_layouts import WEIGHTS, SpreadLayout
-from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.integrations.sequence_shards import cast_for_matmul, recording
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
 
@@ -43,9 +43,8 @@ class TorchtitanExperts:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torchtitan compiles none of its dispatch either
     def run(self, tokens: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for tokens (T, dim) sorted by the experts of all ranks, in the same order."""
-        if not self._switch.is_on:
-            result: torch.Tensor = self._forward(tokens, num_tokens_per_expert)
-            return result
+        if not self._switch.holds:
+            return self._switch.watch(self._forward(tokens, num_tokens_per_expert))
         given, tensor_mesh = tokens, self._layout.tensor_mesh
         if tensor_mesh is not None:  # every rank of the group contributes a part of the gradient, as in torchtitan
             shared = DTensor.from_local(tokens, tensor_mesh, (Replicate(),), run_check=False)
@@ -64,23 +63,32 @@ class SharedExperts:
     """The shared experts of a layer, computed while tokens are in transit instead of after the routed ones.
 
     The layer passes the same tokens to both, and reads the shared experts' result after the routed experts': it is kept
-    until then. For tokens other than the layer's it is computed again.
+    until then. For tokens other than the layer's it is computed again. If activation checkpointing begins between the layer
+    and its experts, nothing is computed early: a reentrant checkpoint would drop the gradients of the shared experts, and
+    another one would not find their activations when it runs the experts alone again.
     """
 
-    def __init__(self, shared: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, shared: nn.Module) -> None:
+        self._forward_layer: Callable[..., torch.Tensor] = layer.forward
         self._forward: Callable[[torch.Tensor], torch.Tensor] = shared.forward
         self._tokens: torch.Tensor | None = None  # tokens of the layer in the present forward pass
+        self._recording: tuple[object, ...] | None = None  # how the layer's forward pass began; unknown in compiled code
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def layer_begins(self, _layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Run as the layer's hook: record its tokens; results left by an error are dropped."""
+    def run_layer(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        """Run the layer, and record its tokens first; results left by an error are dropped.
+
+        No hook of the layer does that, because such a hook may run outside of a checkpoint that holds the layer.
+        """
         self._ready = None
         given = inputs[0] if inputs else None
         self._tokens = given if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) else None
+        self._recording = None if torch.compiler.is_compiling() else recording()
+        return self._forward_layer(*inputs, **named)
 
     def compute(self) -> None:
         """Compute now what the layer will ask for."""
-        if self._tokens is not None:
+        if self._tokens is not None and self._recording in (None, recording()):
             rows, self._tokens = self._tokens.reshape(-1, self._tokens.shape[-1]), None
             self._ready = rows, self._forward(rows)
 

@@ -100,19 +100,42 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
     code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
     and see one operator for all neighbors: products that are not asked for yet are kept on the input itself.
     """
-    waiting: dict[int, torch.Tensor] | None = vars(given).get(READY)
-    if waiting is None or position not in waiting:
+    conditions = conditions_of(given.device.type, [given, *weights])
+    earlier, waiting = vars(given).get(READY, (None, {}))
+    if earlier != conditions or position not in waiting:
         dim = given.placements[0].dim
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
         products = gather_multiply(cast_for_matmul(given.to_local()), parts, dim, Route(*route))
-        waiting = vars(given)[READY] = dict(enumerate(products))
-    product = waiting.pop(position)
+        waiting = dict(enumerate(products))
+        vars(given)[READY] = conditions, waiting
+    product: torch.Tensor = waiting.pop(position)
     if not waiting:
         del vars(given)[READY]
     return product
 
 
+def conditions_of(kind: str, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Return under which conditions neighbors' products are made on this kind of device; under others, a product is made
+    anew. `tensors`: their input and weights.
+
+    A product that was made without gradients, or in a checkpoint that holds only its neighbor, would lose gradients. All
+    ranks must find the same, so nothing depends on addresses: parametrized weights are new tensors each time.
+    """
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    try:
+        versions = [each._version for each in tensors]
+    except RuntimeError:  # tensors made in inference mode have none
+        versions = []
+    return *recording(), torch.is_inference_mode_enabled(), cast, versions
+
+
+def recording() -> tuple[object, ...]:
+    """Return whether autograd records, and which hooks take what it saves: each checkpoint has hooks of its own."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def cast_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast to the type that autocast uses for linears, if it is on."""
+    """Cast to the type that autocast uses for linears, if it is on; it leaves double precision alone."""
     kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    is_cast = tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_cast else tensor

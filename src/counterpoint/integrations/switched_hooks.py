@@ -12,17 +12,47 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from counterpoint.integrations.layouts import GatheringHook, Hook, LinearLayout
+from counterpoint.ops.dispatch import is_observed
 
 
 @final
 class Switch:
-    """Whether the modules of a model run operators; a copy of the model has the same one."""
+    """Whether the linears of a model run operators; a copy of the model has the same one.
+
+    A job may switch between a forward pass and its backward pass, or within the latter, where optimizers step. What
+    checkpointing runs again in the backward pass then does what it did in the forward pass.
+    """
 
     def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
+        self.is_on = self._was_on = is_on
+        self.is_watching = False
+        self.has_second_derivatives = False  # seen while `is_watching`, in eager code
+
+    def watch(self, output: torch.Tensor) -> torch.Tensor:
+        """Return what an original forward gave. While `is_watching`, see whether its gradients are differentiated again."""
+        if not torch.compiler.is_compiling() and self.is_watching and output.requires_grad and not is_observed():
+            output.register_hook(self._look)
+        return output
+
+    def _look(self, _gradient: torch.Tensor) -> None:
+        self.has_second_derivatives |= torch.is_grad_enabled()  # only a backward pass with create_graph records gradients
+
+    @property
+    def holds(self) -> bool:
+        """Whether the part of the model that asks runs operators now."""
+        if torch.compiler.is_compiling():
+            return self.is_on
+        if not is_in_backward():
+            self._was_on = self.is_on
+        return self._was_on
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "Switch":
         return self
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward pass runs in this thread."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callable[..., Any]:
@@ -30,7 +60,7 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
     style, mesh, positions = found.style, found.mesh, found.positions
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if not switch.is_on:
+        if not switch.holds:
             return earlier(module, inputs)
         prepared = list(inputs)
         for position, given in enumerate(inputs[: len(style.input_layouts)]):
@@ -51,7 +81,7 @@ def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..
     mesh, layouts = layout.mesh, layout.input_layouts
 
     def prepare(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        if not switch.is_on:
+        if not switch.holds:
             return earlier(module, inputs)
         if not torch.compiler.is_compiling():
             return None
@@ -65,7 +95,7 @@ def pass_on(earlier: Hook, switch: Switch) -> Callable[..., Any]:
     """Replace a hook by one that leaves inputs or outputs as they are: `forward` needs them so, or does the hook's work."""
 
     def hook(*arguments: Any) -> Any:
-        return None if switch.is_on else earlier(*arguments)
+        return None if switch.holds else earlier(*arguments)
 
     return hook
 

@@ -155,7 +155,7 @@ def _take_column(
             if key is None
             else "the input arrives whole, so there is nothing to gather. Give the module around it "
             "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), without use_local_output and "
-            "without to_local in its forward"
+            "without to_local in its forward, its parts' forwards or their hooks"
         )
     return None
 

@@ -87,9 +87,8 @@ class TransformersExperts:
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
-        if not (self._switch.is_on and self._is_sent(given)):
-            result: torch.Tensor = self._forward(hidden_states, top_k_index, top_k_weights)
-            return result
+        if not (self._switch.holds and self._is_sent(given)):
+            return self._switch.watch(self._forward(hidden_states, top_k_index, top_k_weights))
         routes = Routes(top_k_index, weights)
         if self._tokens_mesh.size() == 1:
             return self._results(given, routes).to(given.dtype)

@@ -234,3 +234,11 @@ def is_observed() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
     )
+
+
+def is_checkpointed() -> bool:
+    """Return whether this is in a region of torch's checkpointing, or its recomputation; reentrant checkpointing, which does
+    not compare the two, does not count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from counterpoint.ops.dispatch import LIBRARY, refuse_second_derivative
+from counterpoint.ops.dispatch import LIBRARY, is_checkpointed, refuse_second_derivative
 from counterpoint.ops.expert_passes import (
     Layer,
     Linear,
@@ -93,7 +93,7 @@ class ExpertCall:
         linears that multiply the tokens.
         """
         weights = [] if any(each.is_fp8 for each in firsts) else [each.weights for each in firsts]
-        called = self._called._replace(tokens=tokens, is_checkpointed=_is_checkpointed())
+        called = self._called._replace(tokens=tokens, is_checkpointed=is_checkpointed())
         self.routing, self._is_routed = route(self._runtime, called, weights, self.compute_beside), True
         return self.routing
 
@@ -276,14 +276,6 @@ def _with_gradients(beside: Callable[[], None]) -> Callable[[], None]:
 def _is_seen() -> bool:
     """Return whether dispatch modes are active."""
     return bool(torch._C._len_torch_dispatch_stack())
-
-
-def _is_checkpointed() -> bool:
-    """Return whether this is in a region of torch's checkpointing, or its recomputation; reentrant checkpointing, which does
-    not compare the two, does not count.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _unseen() -> AbstractContextManager[object]:

@@ -92,10 +92,12 @@ from integration_sections.tensor_parallel_blocks import (
 )
 from integration_sections.tensor_parallel_layouts import (
     tensor_parallel_hands_dtensors_on,
+    tensor_parallel_keeps_other_formulas,
     tensor_parallel_lays_gradients_out_alike,
     tensor_parallel_leaves_local_inputs,
     tensor_parallel_left_to_dtensor,
     tensor_parallel_neighbors_part,
+    tensor_parallel_neighbors_under_other_conditions,
     tensor_parallel_refuses,
     tensor_parallel_with_fsdp2,
 )
@@ -185,8 +187,10 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_lays_gradients_out_alike,
         tensor_parallel_frozen,
         tensor_parallel_refuses,
+        tensor_parallel_keeps_other_formulas,
         tensor_parallel_left_to_dtensor,
         tensor_parallel_neighbors_part,
+        tensor_parallel_neighbors_under_other_conditions,
         tensor_parallel_with_fsdp2,
         tensor_parallel_switches,
         tensor_parallel_without_memory,

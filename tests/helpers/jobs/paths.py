@@ -6,7 +6,8 @@ KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ran
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
-around all steps) or `uneven` (join() around the later steps, of which rank 1 has more).
+around all steps), `uneven` (join() around the later steps, of which rank 1 has more) or `penalized` (gradients are
+differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -70,7 +71,7 @@ def by_hand(kind: str, model: Any) -> Any:
     return tensor_parallel.overlap(model, schedule=ScheduleDescription(pattern="ring"))
 
 
-def model_of(kind: str, num_ranks: int) -> nn.Module:
+def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module:
     torch.manual_seed(0)
     if kind == "bare":
         return Row(num_ranks)
@@ -78,7 +79,7 @@ def model_of(kind: str, num_ranks: int) -> nn.Module:
         mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "ep"))
         spread = spread_experts.spread(spread_experts.Mixtures(2, 4), mesh["ep"])
         for each in spread.modules():
-            if isinstance(each, spread_experts.GroupedExperts):
+            if is_sharded and isinstance(each, spread_experts.GroupedExperts):
                 fully_shard(each, mesh=mesh["dp"])
         return spread
     block = nn.Sequential(stock_jobs.Block(WIDTHS[num_ranks], WIDTHS[num_ranks] // num_ranks))
@@ -88,10 +89,17 @@ def model_of(kind: str, num_ranks: int) -> nn.Module:
     return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
+def loss_of(model: nn.Module, batch: torch.Tensor, *, is_penalized: bool) -> torch.Tensor:
+    loss = model(batch).float().square().mean()
+    if is_penalized:
+        loss = loss + torch.autograd.grad(loss, next(model.parameters()), create_graph=True)[0].square().mean()
+    return loss
+
+
 def train(kind: str, variant: str) -> None:
     """Train, and print."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    model = model_of(kind, num_ranks)
+    model = model_of(kind, num_ranks, is_sharded=variant != "penalized")  # FSDP2 frees what a second derivative needs
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
     batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
@@ -113,7 +121,7 @@ def train(kind: str, variant: str) -> None:
         if isinstance(model, Row):
             model.learn(batch)
         else:
-            model(batch).float().square().mean().backward()
+            loss_of(model, batch, is_penalized=variant == "penalized").backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if second is not None:

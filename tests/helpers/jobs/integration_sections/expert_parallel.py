@@ -2,15 +2,17 @@
 activation checkpointing."""
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from counterpoint.integrations import expert_parallel
 from counterpoint.units import format_bytes
@@ -168,6 +170,19 @@ def expert_parallel_checkpointed() -> None:
     assert calls == {"plain": 3 * NUM_BLOCKS, "selective": 3 * NUM_BLOCKS, "saved": 2 * NUM_BLOCKS}, calls
     assert f"a call makes up to {format_bytes(overlapped.most_kept_bytes)} for its backward pass" in repr(overlapped)
     assert overlapped.most_kept_bytes > 0
+    for is_reentrant in (False, True):
+        for part in ("experts", ""):  # without hooks, and inside of those that came before
+            model = spread_model()
+            expert_parallel.overlap(model)
+            for block in model.blocks:
+                inner = block.get_submodule(part)
+                inner.forward = partial(checkpoint, inner.forward, use_reentrant=is_reentrant)
+            assert_close(results_of(model), wanted, LIMIT, f"{part}, reentrant: {is_reentrant}")
+    model = spread_model()
+    expert_parallel.overlap(model)
+    for block in model.blocks:
+        checkpoint_by_hooks(block)
+    assert_close(results_of(model), wanted, LIMIT)
 
 
 def expert_parallel_with_fsdp2() -> None:

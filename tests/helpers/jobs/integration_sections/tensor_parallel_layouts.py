@@ -1,5 +1,7 @@
 """Tensor-parallel linears whose inputs, outputs and neighbors are laid out in other ways, and what is refused."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
@@ -71,21 +74,55 @@ class TakesLocal(FeedForward):
         return super().forward(x) * x.to_local().square().mean()
 
 
+class Adapter(nn.Module):
+    """It adds to a linear's output, from the local tensor of its input."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(x, DTensor)
+        return self.base(x) + x.to_local().square().mean()
+
+
 def tensor_parallel_leaves_local_inputs() -> None:
     """A module whose inputs are gathered to plain tensors gets them so, and may use them as it likes; so does one that makes
-    them plain by itself.
+    them plain by itself, in its parts or in hooks.
     """
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
-    for kind, use_local_output in ((Routed, True), (TakesLocal, False)):
+
+    def routed() -> nn.Module:
+        return parallelize_feed_forward(Routed(64).to(DEVICE, torch.float64), mesh, use_local_output=True)
+
+    def split(kind: type[FeedForward] = FeedForward) -> nn.Module:
+        return parallelize_feed_forward(kind(64).to(DEVICE, torch.float64), mesh)
+
+    def adapted() -> nn.Module:
+        mlp = split()
+        mlp.up = Adapter(mlp.up)
+        return mlp
+
+    seen: list[torch.Tensor] = []
+
+    def hooked() -> nn.Module:
+        mlp = split()
+        mlp.gate.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].to_local().detach()))
+        mlp.down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].full_tensor().detach()))
+        return mlp
+
+    for build, taken in ((routed, ["down"]), (lambda: split(TakesLocal), ["down"]), (adapted, ["down"]), (hooked, [])):
         results: list[list[torch.Tensor]] = []
         for is_ours in (False, True):
             torch.manual_seed(0)
-            mlp = parallelize_feed_forward(kind(64).to(DEVICE, torch.float64), mesh, use_local_output=use_local_output)
+            seen.clear()
+            mlp = nn.Sequential(build(), split())
             if is_ours:
                 overlapped = tensor_parallel.overlap(mlp)
-                assert overlapped.taken == ["down"]
+                assert [name for name in overlapped.taken if name.startswith("0.")] == [f"0.{name}" for name in taken]
                 assert "without use_local_output" in str(overlapped)
-            results.append(block_results(mlp, 1, 4 * dist.get_world_size()))
+                assert ("a hook of the job's takes" in str(overlapped)) is (build is hooked)
+            results.append([*block_results(mlp, 1, 4 * dist.get_world_size()), *seen])
         assert_close(results[1], results[0], 1e-12)
 
 
@@ -116,6 +153,48 @@ def tensor_parallel_refuses() -> None:
     refused(lambda: tensor_parallel.overlap(whole, is_on="x"), "is_on must be True or False; found 'x'")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(whole, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
+
+
+class Doubled(nn.Linear):
+    """A linear of another formula."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def tensor_parallel_keeps_other_formulas() -> None:
+    """Linears with a forward of the job's own stay unchanged; one that the job gave them after `overlap` runs, and outlives
+    `undo`, as do hooks that the job removed.
+    """
+    mesh, num_tokens = init_device_mesh(DEVICE.type, (dist.get_world_size(),)), 4 * dist.get_world_size()
+
+    def halve(linear: nn.Module) -> None:
+        linear.forward = partial(lambda forward, x: forward(x) / 2, linear.forward)
+
+    def feed_forward() -> FeedForward:
+        torch.manual_seed(0)
+        mlp = FeedForward(64).to(DEVICE, torch.float64)
+        doubled = Doubled(64, 128, bias=False).to(DEVICE, torch.float64)
+        doubled.load_state_dict(mlp.gate.state_dict())
+        mlp.gate = doubled
+        return parallelize_feed_forward(mlp, mesh)
+
+    stock, mlp = feed_forward(), feed_forward()
+    halve(stock.up)
+    halve(mlp.up)
+    overlapped = tensor_parallel.overlap(mlp)
+    assert overlapped.taken == ["down"]
+    assert all("its forward is not that of torch.nn.Linear" in overlapped.refused[name] for name in ("gate", "up"))
+    for each in (stock, mlp):
+        halve(each.down)
+    wanted = block_results(stock, 1, num_tokens)
+    assert_close(block_results(mlp, 1, num_tokens), wanted, 1e-12)
+    (key,) = mlp.down._forward_pre_hooks
+    removed = mlp.down._forward_pre_hooks.pop(key)
+    overlapped.undo()
+    assert key not in mlp.down._forward_pre_hooks
+    mlp.down._forward_pre_hooks[key] = removed
+    assert_close(block_results(mlp, 1, num_tokens), wanted, 1e-12)
 
 
 class Sometimes(FeedForward):
@@ -182,7 +261,8 @@ def tensor_parallel_neighbors_part() -> None:
     results: list[list[torch.Tensor]] = []
     for is_ours in (False, True):
         found: list[torch.Tensor] = []
-        for modes in (("both", "both"), ("both", "up", "both"), ("apart", "both"), ("up", "apart")):
+        ways = (("both", "both"), ("both", "up", "both"), ("apart", "both"), ("up", "apart"))
+        for modes, num_runs in ((modes, num_runs) for modes in ways for num_runs in (1, 2)):
             torch.manual_seed(0)
             mlp = Sometimes(64).to(DEVICE, torch.float64)
             plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
@@ -195,12 +275,76 @@ def tensor_parallel_neighbors_part() -> None:
                 mlp.mode = mode
                 mlp.zero_grad()
                 given = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(dist.get_rank())).to(DEVICE).double()
-                checkpoint(mlp, given.requires_grad_(), use_reentrant=False).pow(2).sum().backward()
+                runs = [checkpoint(mlp, given.requires_grad_(), use_reentrant=False) for _ in range(num_runs)]
+                torch.stack(runs).pow(2).sum().backward()
                 assert given.grad is not None
                 grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
                 found += [given.grad, *(each.clone() for each in grads if each.any())]  # of what is unused: zero, or none
         results.append(found)
     assert_close(results[1], results[0], 1e-12)
+
+
+class Conditional(FeedForward):
+    """Its gate has the input of its neighbor, but runs under other conditions, before it or after it."""
+
+    condition, is_first = "", False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_first:
+            gate = self.gate_under_condition(x)
+            return self.down(self.up(x) * gate)
+        up = self.up(x)
+        if self.condition == "in place":
+            x.mul_(2)
+        return self.down(up * self.gate_under_condition(x))
+
+    def gate_under_condition(self, x: torch.Tensor) -> torch.Tensor:
+        if self.condition in ("recomputed", "reentrant"):
+            gate: torch.Tensor = checkpoint(self.gate, x, use_reentrant=self.condition == "reentrant")
+            return gate
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.condition != "no gradients"):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.condition == "autocast"):
+                gate = self.gate(x)
+            assert (gate.dtype == torch.bfloat16) is (self.condition == "autocast")
+            return gate.to(x.dtype)
+
+
+class Halved(nn.Module):
+    """A parametrization, which gives another tensor each time."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def tensor_parallel_neighbors_under_other_conditions() -> None:
+    """What one neighbor computes without gradients, in a checkpoint, under autocast or before a change in place is not what
+    the other needs. Parametrized weights are new tensors on each rank, and share a gather on all ranks.
+    """
+    mesh, num_ranks = init_device_mesh(DEVICE.type, (dist.get_world_size(),)), dist.get_world_size()
+    for condition in ("no gradients", "recomputed", "reentrant", "autocast", "in place", "parametrized"):
+        for is_first in (False, True):
+            results: list[list[torch.Tensor]] = []
+            for is_ours in (False, True):
+                torch.manual_seed(0)
+                mlp = parallelize_feed_forward(Conditional(64).to(DEVICE), mesh)
+                mlp.condition, mlp.is_first = condition, is_first
+                if condition == "parametrized":
+                    register_parametrization(mlp.gate, "weight", Halved())
+                    register_parametrization(mlp.up, "weight", Halved())
+                overlapped = tensor_parallel.overlap(mlp) if is_ours else None
+                found = []
+                for _ in range(2):
+                    if condition == "in place":
+                        with torch.no_grad():
+                            found.append(mlp(torch.ones(1, 4, 64, device=DEVICE)))
+                    else:
+                        block_results(mlp, 1, 4 * num_ranks, torch.float32)
+                        grads = [each.grad.full_tensor() for each in mlp.parameters() if each.grad is not None]
+                        found += [each.clone() for each in grads if each.any()]  # of what is unused: zero, or none
+                if overlapped is not None and condition == "parametrized":
+                    assert overlapped.num_by_copies + overlapped.num_by_library == 2 * 4
+                results.append(found)
+            assert_close(results[1], results[0], 0.02 if condition == "autocast" else 1e-5, f"{condition} {is_first}")
 
 
 def tensor_parallel_with_fsdp2() -> None:

@@ -177,6 +177,15 @@ def tensor_parallel_checkpointed() -> None:
     assert all(
         NUM_CALLS < num_calls[way, is_compiled] <= 12 for way in ("plain", "matmuls") for is_compiled in (False, True)
     )
+    for is_on in (False, True):  # switched once the forward pass has ended, and where the first gradient is complete
+        for number in (0, 1):
+            model = Blocks(mesh, 1)
+            overlapped = tensor_parallel.overlap(model, schedule=CHUNKED, is_on=is_on)
+            model.blocks[0] = plain(model.blocks[0])
+            watched = (model.register_forward_hook, model.blocks[0].mlp.down.bias.register_post_accumulate_grad_hook)[number]
+            watched(lambda *_, overlapped=overlapped, is_on=is_on: overlapped.use(not is_on))
+            assert_close(results_of(model), wanted, 1e-12)
+            assert overlapped.is_on is not is_on
 
 
 def tensor_parallel_whole_outputs() -> None:
