@@ -167,23 +167,30 @@ class Clock:
         num_bytes = num_rows * num_columns * self._element_bytes
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
 
-    def grouped_piece(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> Piece:
-        """Return the tiles of a grouped matmul, treated as equal matmuls of the experts that have rows.
+    def grouped_piece(
+        self, expert_rows: Sequence[int], num_inner: int, num_columns: int, *, is_gradient: bool = False
+    ) -> Piece:
+        """Return the tiles of a grouped matmul, treated as equal matmuls of the experts that have rows. `is_gradient`: the
+        result is the gradient of the experts' weights, and the rows are what is added up.
 
         Experts with few rows wait for their weights; both times add up as squares do, within 13 % of what was measured.
         """
         num_used = sum(1 for rows in expert_rows if rows)
         if not num_used:
             return Piece(num_tiles=0, tile_us=0.0, start_us=0.0)
-        piece = self.piece(math.ceil(sum(expert_rows) / num_used), num_inner, num_columns, num_used)
+        num_rows = math.ceil(sum(expert_rows) / num_used)
+        sizes = (num_inner, num_rows, num_columns) if is_gradient else (num_rows, num_inner, num_columns)
+        piece = self.piece(*sizes, num_used)
         multiplied_us = piece.num_tiles * piece.tile_us / self._machine.gpu.num_sms
         rate = self._costs.grouped_weights_efficiency * self._machine.gpu.hbm_bytes_per_s
         weights_us = self.num_bytes(num_used * num_inner * num_columns) / rate * US_PER_S
         return msgspec.structs.replace(piece, tile_us=piece.tile_us * math.hypot(1, weights_us / multiplied_us))
 
-    def grouped_us(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> float:
+    def grouped_us(
+        self, expert_rows: Sequence[int], num_inner: int, num_columns: int, *, is_gradient: bool = False
+    ) -> float:
         """Return the time of a grouped matmul that has all SMs."""
-        return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns))
+        return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns, is_gradient=is_gradient))
 
     def activation_us(self, num_elements: int) -> float:
         """Return the time of a kernel that reads and writes this many elements, row by row."""
