@@ -242,23 +242,47 @@ def test_gathers_and_reductions_of_sharded_parameters_overlap_only_if_the_file_s
         assert taken_us == pytest.approx(network_us + estimate.compute_us, rel=0.01)
 
 
+EXPERTS = Model(
+    num_layers=4,
+    hidden=2048,
+    num_heads=16,
+    vocabulary=32000,
+    sequence=4096,
+    num_experts=64,
+    experts_per_token=6,
+    ffn=1408,
+)
+
+
 def test_experts_are_spread_and_exchange_tokens() -> None:
-    model = Model(
-        num_layers=4,
-        hidden=2048,
-        num_heads=16,
-        vocabulary=32000,
-        sequence=4096,
-        num_experts=64,
-        experts_per_token=6,
-        ffn=1408,
-    )
     base = configuration(2, layers=4)
     found = [
-        estimate_step(msgspec.structs.replace(base, model=model, parallelism=Parallelism(expert=each))) for each in (8, 16)
+        estimate_step(msgspec.structs.replace(base, model=EXPERTS, parallelism=Parallelism(expert=each))) for each in (8, 16)
     ]
     assert found[1].tensor_exposed_us > found[0].tensor_exposed_us  # 16 leave the node
     assert found[1].memory_bytes < found[0].memory_bytes
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_gradients_of_experts_reduced_after_the_pass_cross_the_network_as_beside_it(sharding: str) -> None:
+    slow = behind_a_slow_network(Parallelism(sharding=sharding), 2)  # type: ignore[arg-type]
+    experts = msgspec.structs.replace(slow.parallelism, expert=8)
+    found = msgspec.structs.replace(slow, model=EXPERTS, parallelism=experts)
+    alone = msgspec.structs.replace(found.training, overlap_data=False)
+    beside, after = (
+        estimate_step(msgspec.structs.replace(found, training=each)).step_us for each in (found.training, alone)
+    )
+    assert 0.98 * beside < after < 1.5 * beside
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_the_ranks_together_hold_every_expert(sharding: str) -> None:
+    model = msgspec.structs.replace(EXPERTS, num_layers=32, ffn=14080)
+    optimizer_bytes = 12 * model.num_layers * model.feed_forward_parameters
+    for expert in (1, 8):
+        parallelism = Parallelism(expert=expert, sharding=sharding)  # type: ignore[arg-type]
+        found = msgspec.structs.replace(configuration(2), model=model, parallelism=parallelism)
+        assert 16 * estimate_step(found).memory_bytes > optimizer_bytes
 
 
 def test_a_slow_rank_and_skew_hold_everybody() -> None:

@@ -47,6 +47,17 @@ class PassKind(Value, frozen=True, kw_only=True):
         return ", ".join([self.direction, *extras])
 
 
+class StageParameters(Value, frozen=True, kw_only=True):
+    """Parameters of a stage on one tensor rank: those that all data ranks hold, and those of this rank's experts."""
+
+    dense: float
+    experts: float
+
+    def per_rank(self, num_ranks: int, num_expert_ranks: int) -> float:
+        """Return a rank's part if so many ranks share the dense ones, and so many those of experts."""
+        return self.dense / num_ranks + self.experts / num_expert_ranks
+
+
 def layer_elements(configuration: Configuration) -> tuple[float, float]:
     """Parameters of one layer on one tensor rank, not sharded: attention and dense parts, and experts."""
     model, sizes = configuration.model, configuration.parallelism
@@ -123,16 +134,21 @@ def head_step(configuration: Configuration, times: CollectiveTimes, direction: D
     return builder.step(f"head, {direction}")
 
 
-def optimizer_step(configuration: Configuration, times: CollectiveTimes, num_parameters: float) -> Step:
+def optimizer_step(configuration: Configuration, times: CollectiveTimes, parameters: StageParameters) -> Step:
     """Adam over the parameters that a rank updates."""
     builder = PassBuilder(configuration, times)
-    builder.compute(memory_pass("adam", ADAM_BYTES * num_parameters / configuration.optimizer_ranks))
+    updated = parameters.per_rank(configuration.optimizer_ranks, configuration.expert_optimizer_ranks)
+    builder.compute(memory_pass("adam", ADAM_BYTES * updated))
     return builder.step("optimizer")
 
 
-def stage_parameters(configuration: Configuration, num_layers: int, num_embeddings: int) -> float:
+def stage_parameters(configuration: Configuration, num_layers: int, num_embeddings: int) -> StageParameters:
     """Parameters of a stage on one tensor rank, not sharded over data ranks."""
-    embeddings = (
-        num_embeddings * configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
-    )
-    return num_layers * sum(layer_elements(configuration)) + embeddings
+    dense, experts = layer_elements(configuration)
+    embeddings = num_embeddings * embedding_elements(configuration)
+    return StageParameters(dense=num_layers * dense + embeddings, experts=num_layers * experts)
+
+
+def embedding_elements(configuration: Configuration) -> float:
+    """Parameters of one embedding on one tensor rank."""
+    return configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
