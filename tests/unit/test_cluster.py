@@ -18,6 +18,8 @@ from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
 from counterpoint.machine import load_machine
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner import candidates
+from counterpoint.planner.proposal import Proposal
 from counterpoint.report.cluster import assumptions
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
@@ -283,6 +285,16 @@ def test_the_ranks_together_hold_every_expert(sharding: str) -> None:
         parallelism = Parallelism(expert=expert, sharding=sharding)  # type: ignore[arg-type]
         found = msgspec.structs.replace(configuration(2), model=model, parallelism=parallelism)
         assert 16 * estimate_step(found).memory_bytes > optimizer_bytes
+
+
+def test_shaping_alone_picks_no_copy_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def picked(*_: object) -> Proposal:
+        raise AssertionError("a schedule takes up to 0.2 s to pick on direct links")
+
+    monkeypatch.setattr(candidates, "propose_overlaps", picked)
+    training = Training(micro_batch=1, global_batch=16, controls=("shaping",))
+    found = estimate_step(configuration(parallelism=Parallelism(tensor=8, is_sequence_parallel=True), training=training))
+    assert found.step_us > 0
 
 
 def test_a_slow_rank_and_skew_hold_everybody() -> None:
