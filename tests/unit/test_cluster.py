@@ -16,12 +16,14 @@ from counterpoint.cluster.pipeline import StageTimes, run_pipeline
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
 from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
-from counterpoint.machine import load_machine
+from counterpoint.machine import Machine, load_machine
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner import candidates
 from counterpoint.planner.proposal import Proposal
 from counterpoint.report.cluster import assumptions
-from counterpoint.sim import Simulator
+from counterpoint.schedule import Problem
+from counterpoint.schedule.heuristic import Pick, pick_schedule
+from counterpoint.sim import Simulator, overlapped
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import RankGroup, times_on
 from counterpoint.sim.network import Cluster, Fabric, Level
@@ -295,6 +297,21 @@ def test_shaping_alone_picks_no_copy_schedules(monkeypatch: pytest.MonkeyPatch) 
     training = Training(micro_batch=1, global_batch=16, controls=("shaping",))
     found = estimate_step(configuration(parallelism=Parallelism(tensor=8, is_sequence_parallel=True), training=training))
     assert found.step_us > 0
+
+
+def test_a_step_picks_a_copy_schedule_for_each_matmul_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Problem] = []
+
+    def picked(problem: Problem, machine: Machine) -> Pick:
+        asked.append(problem)
+        return pick_schedule(problem, machine)
+
+    monkeypatch.setattr(overlapped, "pick_schedule", picked)
+    training = Training(micro_batch=1, global_batch=16, controls=("operators", "shaping"))
+    parallelism = Parallelism(tensor=8, is_sequence_parallel=True)
+    estimate_step(configuration(parallelism=parallelism, training=training, layers=6))
+    assert asked
+    assert len(asked) == len(set(asked))
 
 
 def test_a_slow_rank_and_skew_hold_everybody() -> None:
