@@ -27,7 +27,7 @@ from counterpoint.sim import Simulator, overlapped
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import RankGroup, times_on
 from counterpoint.sim.network import Cluster, Fabric, Level
-from counterpoint.step import Collective
+from counterpoint.step import Collective, Step, UnevenParts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -344,6 +344,19 @@ def test_a_trace_extended_to_512_ranks_says_what_was_assumed() -> None:
     assert all(each.group_size == 512 for each in after)
     assert all((b.lone_us or 0) > (a.lone_us or math.inf) for a, b in zip(before, after, strict=True) if a.num_bytes > MIB)
     assert any("Assumed" in line for line in extended.assumptions)
+
+
+def test_uneven_all_to_alls_are_extended_as_equal_ones_and_the_report_says_so() -> None:
+    parts = UnevenParts(sent_bytes=(64 * MIB, 16 * MIB), received_bytes=(64 * MIB, 48 * MIB), group_rank=0)
+    exchange = Collective(
+        name="exchange", stream=0, collective="all_to_all", num_bytes=80 * MIB, group_size=2, library="nccl", parts=parts
+    )
+    step = Step(name="uneven", num_ranks=2, operations=(exchange,))
+    extended = extend_step(step, fabric(2), 16)
+    (found,) = extended.step.operations
+    assert isinstance(found, Collective)
+    assert (found.group_size, found.parts, found.num_bytes) == (16, None, parts.as_equal_bytes)
+    assert any("uneven" in line for line in extended.assumptions)
 
 
 BASE = (EXAMPLES / "h100_4096.toml").read_text()
