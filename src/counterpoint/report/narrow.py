@@ -45,11 +45,11 @@ class WholeWordTable(Table):
 
 
 def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measurement:
-    """From the width of the column's longest word to that of its longest cell."""
-    found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-    longest = max(each.maximum for each in found)
-    word = longest if column.no_wrap else min(max(each.minimum for each in found), LONGEST_WHOLE)
-    return Measurement(word, longest)
+    """From the width of the column's longest word to that of its longest cell. A figure and its unit are one word."""
+    header, *cells = (Measurement.get(console, options, cell) for cell in (column.header, *column.cells))
+    longest = max(each.maximum for each in (header, *cells))
+    words = [header.minimum, *(each.maximum if column.justify == "right" else each.minimum for each in cells)]
+    return Measurement(longest if column.no_wrap else min(max(words), LONGEST_WHOLE), longest)
 
 
 def _shrunk(measured: list[Measurement], room: int) -> list[int]:
