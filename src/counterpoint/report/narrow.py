@@ -1,5 +1,6 @@
 """Tables that a narrow terminal shows in whole words: columns shrink to their longest word, then rows become blocks."""
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -9,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 LONGEST_WHOLE = 24  # letters: a longer word, such as a kernel's name, is broken where there is no room
+FIGURE = re.compile(r"[-+]?\d")  # what such a cell begins with
 BETWEEN = 3  # columns that rich puts between two of a table: a blank, the divider and a blank
 
 
@@ -48,7 +50,10 @@ def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measu
     """From the width of the column's longest word to that of its longest cell. A figure and its unit are one word."""
     header, *cells = (Measurement.get(console, options, cell) for cell in (column.header, *column.cells))
     longest = max(each.maximum for each in (header, *cells))
-    words = [header.minimum, *(each.maximum if column.justify == "right" else each.minimum for each in cells)]
+    words = [header.minimum]
+    for cell, each in zip(column.cells, cells, strict=True):
+        is_figure = column.justify == "right" and FIGURE.match(str(cell)) is not None
+        words.append(each.maximum if is_figure else each.minimum)
     return Measurement(longest if column.no_wrap else min(max(words), LONGEST_WHOLE), longest)
 
 
