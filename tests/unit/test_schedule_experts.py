@@ -10,9 +10,10 @@ from test_expert_layout import routings
 
 from counterpoint import load_machine
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule import Action, CopySchedule, ScheduleDescription
+from counterpoint.schedule import Action, CopySchedule, Problem, ScheduleDescription
 from counterpoint.schedule.actions import ExpertOperation, Pass
 from counterpoint.schedule.checks import CHECKS, check_schedule
+from counterpoint.schedule.costs import Clock
 from counterpoint.schedule.expert_choice import expert_description, pick_exchange, rank_expert_schedules
 from counterpoint.schedule.expert_estimate import (
     estimate_experts,
@@ -234,6 +235,27 @@ def test_no_schedule_is_estimated_faster_than_ideal_if_one_rank_sends_most(
         )
         best = rank_expert_schedules(asked, load_machine(machine))[0]
         assert estimate_experts_ideal(asked, load_machine(machine)) <= best.estimated_us
+
+
+def test_groups_of_uneven_experts_have_no_fewer_tiles_than_all_together() -> None:
+    rows = (1100, 1990, 40, 1203, 301, 1800, 5, 700)
+    routing = Routing(counts=((*rows, *rows[::-1]), (*rows[::-1], *rows)))
+    asked = ExpertProblem(operation="dispatch_grouped_matmul", routing=routing, num_inner=1024, num_hidden=14336)
+    for machine in ("a100", "h200", "a40"):
+        best = rank_expert_schedules(asked, load_machine(machine))[0]
+        assert expert_computation_us(asked, load_machine(machine)) <= best.estimated_us
+    together, apart = (
+        sum(
+            Clock(
+                Problem(operation="all_to_all_matmul", num_ranks=2, num_rows=8192, num_inner=1024, num_columns=14336), H200
+            )
+            .grouped_piece(part, 1024, 14336)
+            .num_tiles
+            for part in parts
+        )
+        for parts in ([rows], [rows[:4], rows[4:]])
+    )
+    assert together == apart
 
 
 def test_gradients_of_weights_take_as_long_in_a_schedule_as_alone() -> None:

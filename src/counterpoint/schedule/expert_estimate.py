@@ -3,7 +3,7 @@
 Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
 largest (its kernels use equally many CTAs for every peer, and also copy what a rank keeps), and the rank with most tokens
 determines the time of the matmuls. The sequential form needs a kernel that puts rows in the order of experts, once in each
-direction. A grouped matmul is treated as equal matmuls of the experts that have rows. Not measured.
+direction. A grouped matmul has the tiles of each expert's rows. Not measured.
 """
 
 from counterpoint.machine import Machine
