@@ -13,6 +13,7 @@ from counterpoint.errors import MachineError
 from counterpoint.value import Value, require
 
 LEAST_ABSURD_RATE = 1e18
+LEAST_RATE = 1e6  # no link between GPUs is slower; the simulator's clock would overflow
 Topology = Literal["switch", "direct"]
 Ends = tuple[int, int]  # (from, to): GPUs of a node, numbered from 0
 _Resource = tuple[str, int, int]
@@ -118,6 +119,11 @@ class Link(Value, frozen=True, kw_only=True):
 
 def _check_figure(name: str, number: float) -> None:
     require(0 < number < LEAST_ABSURD_RATE, MachineError, f"link {name} must be above 0 and below 1e18; found {number}.")
+    require(
+        number >= LEAST_RATE or not name.endswith("bytes_per_s"),
+        MachineError,
+        f"link {name} must be at least {LEAST_RATE:g}, in bytes per second; found {number}.",
+    )
 
 
 def _check_most(link: Link, name: str, rate: float) -> None:

@@ -254,6 +254,10 @@ class Machine(Value, frozen=True, kw_only=True):
             f"link pairs.gpus are numbered from 0 to num_gpus - 1 = {self.num_gpus - 1}; found {max(beyond, default=0)}.",
         )
 
+    def __hash__(self) -> int:
+        """Equal machines have equal names; `sources` has no hash."""
+        return hash(self.name)
+
     def matmul_flops_per_s(self, element_type: ElementType) -> float:
         """Return the peak operations per second of matmuls of this type; raises `MachineError` if there is none."""
         rates = self.gpu.matmul_rates()

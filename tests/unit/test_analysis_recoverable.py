@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.analysis.combine import combine
+from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.recoverable import OTHER_PLAN, find_recoverable
 from counterpoint.analysis.values import Recoverable
@@ -31,6 +32,15 @@ def test_entries_come_by_value_with_lines_to_paste_and_marks_on_what_the_replay_
     assert "fsdp2.use_copy_engines(model)" in copies.apply
     assert copies.saved_us == pytest.approx(2427 + 1464, abs=2)  # FSDP's copies out of and into flat buffers
     assert not copies.is_within_replay_error
+
+
+def test_the_summary_says_what_else_than_exposed_time_and_kernels_a_change_recovers() -> None:
+    analysis = combine([analyze_rank(read_activity(DDP[0]))])
+    for rest_us, is_said in ((1.0, True), (-1.0, False)):
+        entry = Recoverable(causes=("tail",), what="it", recovers_us=analysis.exposed_us + 10.0 + rest_us, saved_us=10.0)
+        (line, *_) = with_recoverable(analysis, [entry]).headline.next
+        assert "kernels of 10 us fall away" in line
+        assert ("idle time, and computation that communication slows down" in line) == is_said
 
 
 def test_the_order_of_the_files_changes_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.analysis.values import Analysis, Aspect, Cause
+from counterpoint.analysis.values import Analysis, Aspect, Cause, Change, CollectiveSize, OperatorRow
 from counterpoint.errors import CounterpointError, TraceError
 from counterpoint.report import analysis_page, analysis_text
 from counterpoint.report.analysis_markdown import markdown_summary
@@ -92,6 +92,39 @@ def test_an_empty_column_is_left_out_and_details_where_not_even_the_others_fit()
     )
     names = {width: [table.columns[place].name for place in _fitting(table, width)] for width in (80, 20)}
     assert names == {80: ["name", "time", "mean", "of"], 20: ["name", "time"]}
+
+
+def test_rows_that_would_look_alike_are_told_apart() -> None:
+    found = analysis()
+    size = CollectiveSize(
+        collective="all_reduce",
+        transport="nccl",
+        process_group="dp",
+        num_bytes=128 << 20,
+        group_size=4,
+        count=21,
+        mean_us=700.0,
+        least_us=650.0,
+        most_us=750.0,
+    )
+    operator = OperatorRow(name="aten::mm", kernel="nvjet_NNT", count=1, total_us=9000.0, mean_us=9000.0)
+    adam = OperatorRow(
+        name="adam",
+        kernel="void at::native::(anonymous namespace)::apply_kernel<float>(int)",
+        shapes="[[], [8192, 7168], [], [7168, 4096]]",
+        count=1,
+        total_us=8000.0,
+        mean_us=8000.0,
+    )
+    first = replace(found.ranks[0], operators=(operator, replace(operator, kernel="nvjet_TNT"), adam))
+    changed = Change(what="overlap", before=0.805, after=0.926, spread=0.01, unit="share")
+    sizes = (size, replace(size, num_bytes=(128 << 20) + 16384), replace(size, num_bytes=4096))
+    shown = printed(replace(found, ranks=(first,), sizes=sizes, changes=(changed,)), 80, "utf-8")
+    for words in ("134,217,728", "134,234,112", "nvjet_NNT", "nvjet_TNT", "8192x7168, 7168x4096", "+12.1 points"):
+        assert words in shown
+    assert "4,096 " not in shown
+    assert "apply_kernel" in shown
+    assert "anonymous" not in shown
 
 
 def test_a_trace_without_communication_prints_its_verdict_and_no_table() -> None:

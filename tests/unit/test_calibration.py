@@ -30,7 +30,9 @@ from counterpoint.sim.costs import CostModel, wire_bytes
 from counterpoint.sim.rates import smooth_minimum
 from counterpoint.step import Character, Collective, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
-from counterpoint.value import read_toml, shipped_names
+from counterpoint.value import PACKAGE, read_toml, shipped_names
+
+SHIPPED = PACKAGE / "calibrations"
 
 H200, H100 = load_machine("h200"), load_machine("h100")
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -191,6 +193,31 @@ def test_a_file_reads_back_as_it_was_and_changes_what_is_simulated(tmp_path: Pat
     assert sum(Simulator().lone_times_us(step, mine)) > 1.2 * sum(Simulator().lone_times_us(step, H200))
     with pytest.raises(MachineError, match="was measured on 'NVIDIA H200', but machine 'h100'"):
         load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ("[hbm_efficiency]\nvalue = nan", "hbm_efficiency: value must be above 0 and below 1e+18; found nan. Correct it."),
+        ("[hbm_efficiency]\nvalue = 0", "hbm_efficiency: value must be above 0 and below 1e+18; found 0. Correct it."),
+        ("[collectives.all_reduce]\nlatency_us = -3", "latency_us must be 0 or more and below 1e+18; found -3. Correct it."),
+        (
+            "[collectives.all_reduce]\nlatency_us_by_bytes = [[3, 4], [2, 5]]",
+            "latency_us_by_bytes must be pairs of rising sizes above 0 and latencies of 0 or more; found",
+        ),
+        ("[characters.streaming]\nsaturation_warps = inf", "saturation_warps must be above 0 and below 1e+18; found inf"),
+    ],
+)
+def test_a_figure_that_no_measurement_gives_is_refused(changed: str, says: str, tmp_path: Path) -> None:
+    path, (header, line) = tmp_path / "mine.toml", changed.split("\n")
+    before, found, rest = (SHIPPED / "h200.toml").read_text().partition(f"{header}\n")
+    assert found
+    fields, ended, others = rest.partition("\n\n")
+    kept = [each for each in fields.splitlines() if not each.startswith(f"{line.split()[0]} = ")]
+    path.write_text(before + found + "\n".join([line, *kept]) + ended + others)
+    with pytest.raises(MachineError) as refused:
+        load_calibration(msgspec.structs.replace(H200, calibration=str(path)))
+    assert says in str(refused.value)
 
 
 def test_a_report_says_where_constants_are_from() -> None:

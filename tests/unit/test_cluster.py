@@ -16,14 +16,18 @@ from counterpoint.cluster.pipeline import StageTimes, run_pipeline
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
 from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
-from counterpoint.machine import load_machine
+from counterpoint.machine import Machine, load_machine
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner import candidates
+from counterpoint.planner.proposal import Proposal
 from counterpoint.report.cluster import assumptions
-from counterpoint.sim import Simulator
+from counterpoint.schedule import Problem
+from counterpoint.schedule.heuristic import Pick, pick_schedule
+from counterpoint.sim import Simulator, overlapped
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Cluster, Fabric, Level
-from counterpoint.step import Collective
+from counterpoint.step import Collective, Step, UnevenParts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -246,23 +250,72 @@ def test_gathers_and_reductions_of_sharded_parameters_overlap_only_if_the_file_s
         assert taken_us == pytest.approx(network_us + estimate.compute_us, rel=0.01)
 
 
+EXPERTS = Model(
+    num_layers=4,
+    hidden=2048,
+    num_heads=16,
+    vocabulary=32000,
+    sequence=4096,
+    num_experts=64,
+    experts_per_token=6,
+    ffn=1408,
+)
+
+
 def test_experts_are_spread_and_exchange_tokens() -> None:
-    model = Model(
-        num_layers=4,
-        hidden=2048,
-        num_heads=16,
-        vocabulary=32000,
-        sequence=4096,
-        num_experts=64,
-        experts_per_token=6,
-        ffn=1408,
-    )
     base = configuration(2, layers=4)
     found = [
-        estimate_step(msgspec.structs.replace(base, model=model, parallelism=Parallelism(expert=each))) for each in (8, 16)
+        estimate_step(msgspec.structs.replace(base, model=EXPERTS, parallelism=Parallelism(expert=each))) for each in (8, 16)
     ]
     assert found[1].tensor_exposed_us > found[0].tensor_exposed_us  # 16 leave the node
     assert found[1].memory_bytes < found[0].memory_bytes
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_gradients_of_experts_reduced_after_the_pass_cross_the_network_as_beside_it(sharding: str) -> None:
+    slow = behind_a_slow_network(Parallelism(sharding=sharding), 2)  # type: ignore[arg-type]
+    experts = msgspec.structs.replace(slow.parallelism, expert=8)
+    found = msgspec.structs.replace(slow, model=EXPERTS, parallelism=experts)
+    alone = msgspec.structs.replace(found.training, overlap_data=False)
+    beside, after = (
+        estimate_step(msgspec.structs.replace(found, training=each)).step_us for each in (found.training, alone)
+    )
+    assert 0.98 * beside < after < 1.5 * beside
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_the_ranks_together_hold_every_expert(sharding: str) -> None:
+    model = msgspec.structs.replace(EXPERTS, num_layers=32, ffn=14080)
+    optimizer_bytes = 12 * model.num_layers * model.feed_forward_parameters
+    for expert in (1, 8):
+        parallelism = Parallelism(expert=expert, sharding=sharding)  # type: ignore[arg-type]
+        found = msgspec.structs.replace(configuration(2), model=model, parallelism=parallelism)
+        assert 16 * estimate_step(found).memory_bytes > optimizer_bytes
+
+
+def test_shaping_alone_picks_no_copy_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def picked(*_: object) -> Proposal:
+        raise AssertionError("a schedule takes up to 0.2 s to pick on direct links")
+
+    monkeypatch.setattr(candidates, "propose_overlaps", picked)
+    training = Training(micro_batch=1, global_batch=16, controls=("shaping",))
+    found = estimate_step(configuration(parallelism=Parallelism(tensor=8, is_sequence_parallel=True), training=training))
+    assert found.step_us > 0
+
+
+def test_a_step_picks_a_copy_schedule_for_each_matmul_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Problem] = []
+
+    def picked(problem: Problem, machine: Machine) -> Pick:
+        asked.append(problem)
+        return pick_schedule(problem, machine)
+
+    monkeypatch.setattr(overlapped, "pick_schedule", picked)
+    training = Training(micro_batch=1, global_batch=16, controls=("operators", "shaping"))
+    parallelism = Parallelism(tensor=8, is_sequence_parallel=True)
+    estimate_step(configuration(parallelism=parallelism, training=training, layers=6))
+    assert asked
+    assert len(asked) == len(set(asked))
 
 
 def test_a_slow_rank_and_skew_hold_everybody() -> None:
@@ -295,6 +348,19 @@ def test_a_trace_extended_to_512_ranks_says_what_was_assumed() -> None:
     assert all(each.group_size == 512 for each in after)
     assert all((b.lone_us or 0) > (a.lone_us or math.inf) for a, b in zip(before, after, strict=True) if a.num_bytes > MIB)
     assert any("Assumed" in line for line in extended.assumptions)
+
+
+def test_uneven_all_to_alls_are_extended_as_equal_ones_and_the_report_says_so() -> None:
+    parts = UnevenParts(sent_bytes=(64 * MIB, 16 * MIB), received_bytes=(64 * MIB, 48 * MIB), group_rank=0)
+    exchange = Collective(
+        name="exchange", stream=0, collective="all_to_all", num_bytes=80 * MIB, group_size=2, library="nccl", parts=parts
+    )
+    step = Step(name="uneven", num_ranks=2, operations=(exchange,))
+    extended = extend_step(step, fabric(2), 16)
+    (found,) = extended.step.operations
+    assert isinstance(found, Collective)
+    assert (found.group_size, found.parts, found.num_bytes) == (16, None, parts.as_equal_bytes)
+    assert any("uneven" in line for line in extended.assumptions)
 
 
 BASE = (EXAMPLES / "h100_4096.toml").read_text()

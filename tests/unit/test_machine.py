@@ -178,6 +178,11 @@ def test_a_missing_figure_names_file_and_field_in_one_line(tmp_path: Path) -> No
         ),
         ("num_gpus = 8", "num_gpus = 0", r"num_gpus must be from 1 to 1024; found 0"),
         ("latency_us = 1.0", "latency_us = -1.0", r"link latency_us must be above 0 .* found -1\.0"),
+        (
+            "per_peer_bytes_per_s = 4.5e11",
+            "per_peer_bytes_per_s = 1e-300",
+            r"link per_peer_bytes_per_s must be at least 1e\+06",
+        ),
         ("\nbytes_per_s = 4.5e11", "\nbytes_per_s = 1e11", r"link per_peer_bytes_per_s must be at most 1000.*; found 4500"),
         (
             'compute_capability = "9.0"',

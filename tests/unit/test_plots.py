@@ -37,3 +37,4 @@ def test_every_variant_and_every_point_is_drawn(tmp_path: Path) -> None:
     drawn = file.read_text()
     for words in ("TimeRatio, plain overlap", "overlap ratio, priority", "cb_ar_opt1, a40", "Simulated, not measured"):
         assert words in drawn
+    assert "none used" not in drawn  # said already

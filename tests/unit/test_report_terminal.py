@@ -34,6 +34,13 @@ def printed(width: int, rows: list[tuple[str, ...]] = ROWS) -> str:
     return text[:half]
 
 
+@pytest.mark.parametrize("width", range(30, 90, 3))
+def test_a_figure_stays_on_one_line_with_its_unit(width: int) -> None:
+    rows = [(name, "0.49 to 1.02 s", "255.3 ms", remark) for name, _, _, remark in ROWS]
+    assert "0.49 to 1.02 s" in printed(width, rows)
+    assert "255.3 ms" in printed(width, rows)
+
+
 @pytest.mark.parametrize("width", [40, 46, 50, 60, 80, 200])
 def test_no_word_is_broken_and_none_is_lost(width: int) -> None:
     text = printed(width)

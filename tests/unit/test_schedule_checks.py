@@ -9,7 +9,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule import Action, CopySchedule, Region, ScheduleDescription, split
+from counterpoint.schedule import Action, CopySchedule, Problem, Region, ScheduleDescription, delivery, make_schedule, split
 from counterpoint.schedule.checks import (
     CHECKS,
     buffer_faults,
@@ -272,3 +272,30 @@ def test_the_first_fault_is_one_line_that_names_the_check() -> None:
     broken = changed(schedule, positions(schedule, "matmul")[-1], after=())
     with pytest.raises(ScheduleError, match=r"^The schedule fails its check of buffers: action \d+ \(matmul of rank .*\."):
         check_schedule(broken)
+
+
+SPANS = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@given(st.lists(SPANS, max_size=12), SPANS)
+def test_contents_hold_what_was_written_last_to_each_row(written: list[tuple[int, int]], asked: tuple[int, int]) -> None:
+    schedule = make_schedule(
+        Problem(operation="all_gather_matmul", num_ranks=2, num_rows=64, num_inner=8, num_columns=8), ScheduleDescription()
+    )
+    contents, rows, arrivals = delivery.Contents(schedule), dict[int, delivery.Term](), delivery._Arrivals()
+    for number, (start, stop) in enumerate(written):
+        was_there = any(row in rows for row in range(start, stop))
+        term = delivery.Term(owner=number, buffer="shard", shift=0)
+        terms = delivery.Terms({term: 1})
+        contents.write(Region(rank=0, buffer="product", start=start, stop=stop), [delivery.Run(0, stop - start, terms)])
+        if start < stop:
+            assert arrivals.add(start, stop) == was_there
+        rows |= dict.fromkeys(range(start, stop), term._replace(shift=-start))
+    start, stop = asked
+    runs = contents.read(Region(rank=0, buffer="product", start=start, stop=stop))
+    assert [edge for run in runs for edge in (run.start, run.stop)][1:-1:2] == [run.start for run in runs[1:]]
+    found = {start + row: run.terms for run in runs for row in range(run.start, run.stop)}
+    assert sorted(found) == list(range(start, stop))
+    for row, terms in found.items():
+        held = rows.get(row)
+        assert terms == (None if held is None else {held._replace(shift=held.shift + start): 1})

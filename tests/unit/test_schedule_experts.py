@@ -10,11 +10,17 @@ from test_expert_layout import routings
 
 from counterpoint import load_machine
 from counterpoint.errors import ScheduleError
-from counterpoint.schedule import Action, CopySchedule, ScheduleDescription
+from counterpoint.schedule import Action, CopySchedule, Problem, ScheduleDescription
 from counterpoint.schedule.actions import ExpertOperation, Pass
 from counterpoint.schedule.checks import CHECKS, check_schedule
+from counterpoint.schedule.costs import Clock
 from counterpoint.schedule.expert_choice import expert_description, pick_exchange, rank_expert_schedules
-from counterpoint.schedule.expert_estimate import estimate_experts_ideal, estimate_experts_sequential
+from counterpoint.schedule.expert_estimate import (
+    estimate_experts,
+    estimate_experts_ideal,
+    estimate_experts_sequential,
+    expert_computation_us,
+)
 from counterpoint.schedule.expert_schedules import STAGES, ExpertProblem, make_expert_schedule
 from counterpoint.schedule.program import make_program
 from counterpoint.schedule.routing import Routing, example_routing, read_routing
@@ -216,6 +222,55 @@ def test_an_operator_is_estimated_between_ideal_and_sequential(operation: Expert
         asked = ExpertProblem(operation=operation, routing=routing, num_inner=2048, num_hidden=1408, direction=direction)
         best = rank_expert_schedules(asked, H200)[0].estimated_us
         assert estimate_experts_ideal(asked, H200) < best < estimate_experts_sequential(asked, H200)
+
+
+@pytest.mark.parametrize(("operation", "direction"), sorted(STAGES))
+def test_no_schedule_is_estimated_faster_than_ideal_if_one_rank_sends_most(
+    operation: ExpertOperation, direction: Pass
+) -> None:
+    one_way = Routing(counts=((7,) * 8, (60000, *(7,) * 7)))  # rows leave by one port and come back by the other
+    for machine, num_inner, num_hidden in (("mi300x", 1024, 128), ("h200", 256, 14336), ("a40", 4096, 128)):
+        asked = ExpertProblem(
+            operation=operation, routing=one_way, num_inner=num_inner, num_hidden=num_hidden, direction=direction
+        )
+        best = rank_expert_schedules(asked, load_machine(machine))[0]
+        assert estimate_experts_ideal(asked, load_machine(machine)) <= best.estimated_us
+
+
+def test_groups_of_uneven_experts_have_no_fewer_tiles_than_all_together() -> None:
+    rows = (1100, 1990, 40, 1203, 301, 1800, 5, 700)
+    routing = Routing(counts=((*rows, *rows[::-1]), (*rows[::-1], *rows)))
+    asked = ExpertProblem(operation="dispatch_grouped_matmul", routing=routing, num_inner=1024, num_hidden=14336)
+    for machine in ("a100", "h200", "a40"):
+        best = rank_expert_schedules(asked, load_machine(machine))[0]
+        assert expert_computation_us(asked, load_machine(machine)) <= best.estimated_us
+    together, apart = (
+        sum(
+            Clock(
+                Problem(operation="all_to_all_matmul", num_ranks=2, num_rows=8192, num_inner=1024, num_columns=14336), H200
+            )
+            .grouped_piece(part, 1024, 14336)
+            .num_tiles
+            for part in parts
+        )
+        for parts in ([rows], [rows[:4], rows[4:]])
+    )
+    assert together == apart
+
+
+def test_gradients_of_weights_take_as_long_in_a_schedule_as_alone() -> None:
+    kept = Routing(counts=((300, 0), (0, 300)))  # no row travels, so nothing but computation takes time
+    asked = ExpertProblem(
+        operation="grouped_matmul_combine", routing=kept, num_inner=256, num_hidden=14336, direction="backward"
+    )
+    schedule = make_expert_schedule(asked, expert_description(2, 1))
+    spans = estimate_experts(schedule, asked, H200).spans
+    computed = [
+        span.end_us - span.start_us
+        for action, span in zip(schedule.actions, spans, strict=True)
+        if action.rank == 0 and action.kind in ("matmul", "activate", "weight_gradient")
+    ]
+    assert sum(computed) == pytest.approx(expert_computation_us(asked, H200), rel=0.03)
 
 
 def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:

@@ -253,3 +253,12 @@ def test_eight_ranks_in_80_columns_keep_their_labels() -> None:
 )
 def test_arrivals_are_lettered(numbers: list[int], text: str) -> None:
     assert letters(numbers) == text
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"), [("256", "the longer of copies and matmul,"), ("8192", "the longer of the two,")]
+)
+def test_an_ideal_below_the_drawn_collective_says_that_it_is_of_copies(columns: str, said: str) -> None:
+    sizes = ("--ranks", "2", "--rows", "32768", "--inner", "8192", "--columns", columns)
+    done = counterpoint("schedule", "show", "all_gather_matmul", *sizes)
+    assert said in done.stdout

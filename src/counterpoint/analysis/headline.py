@@ -135,7 +135,7 @@ def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Anal
                 budget_us -= taken_us
                 claimed.add(cause)
     worth = [entry for entry in ordered if entry.recovers_us > 0 and not entry.is_within_replay_error]
-    lines = [f"{entry.what}: recovers {_worth(entry, analysis.step_us)}." for entry in worth]
+    lines = [f"{entry.what}: recovers {_worth(entry, analysis)}." for entry in worth]
     return replace(
         analysis,
         recoverable=ordered,
@@ -144,7 +144,10 @@ def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Anal
     )
 
 
-def _worth(entry: Recoverable, step_us: float) -> str:
-    share = f" ({format_percent(entry.recovers_us / step_us)} of the step)" if step_us > 0 else ""
-    saved = f"; kernels of {format_us(entry.saved_us)} fall away" if entry.saved_us else ""
-    return f"{format_us(entry.recovers_us)} per step{share}, simulated{saved}"
+def _worth(entry: Recoverable, analysis: Analysis) -> str:
+    """Say what a change recovers, and why that may be more than the exposed time."""
+    share = f" ({format_percent(entry.recovers_us / analysis.step_us)} of the step)" if analysis.step_us > 0 else ""
+    why = [f"kernels of {format_us(entry.saved_us)} fall away"] if entry.saved_us else []
+    if entry.recovers_us > analysis.exposed_us + entry.saved_us:
+        why.append("what exceeds exposed time is idle time, and computation that communication slows down")
+    return "; ".join([f"{format_us(entry.recovers_us)} per step{share}, simulated", *why])

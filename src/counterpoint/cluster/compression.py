@@ -34,14 +34,15 @@ def reduce_gradients(configuration: Configuration, builder: PassBuilder, num_ele
         width, reads = NARROW_BYTES[method]
         builder.compute(memory_pass("gradient.narrow", (reads * FULL_BYTES + width) * num_elements))
         last = _plain(configuration, builder, width * num_elements, group)
-        widened = memory_pass("gradient.widen", (FULL_BYTES + width) * _kept(configuration, num_elements))
+        widened = memory_pass("gradient.widen", (FULL_BYTES + width) * _kept(configuration, num_elements, group))
         return builder.compute_after(widened, last)
     return _plain(configuration, builder, configuration.training.gradient_bytes * num_elements, group)
 
 
-def _kept(configuration: Configuration, num_elements: float) -> float:
+def _kept(configuration: Configuration, num_elements: float, group: str) -> float:
     """Return the gradients that a rank keeps after the reduction."""
-    return num_elements / configuration.optimizer_ranks
+    is_of_experts = group == EXPERT_DATA_GROUP
+    return num_elements / (configuration.expert_optimizer_ranks if is_of_experts else configuration.optimizer_ranks)
 
 
 def _plain(configuration: Configuration, builder: PassBuilder, num_bytes: float, group: str) -> int | None:

@@ -136,6 +136,20 @@ class Configuration(Value, frozen=True, kw_only=True, dict=True):
             return self.data_size * self.parallelism.context
         return self.shard_ranks
 
+    @property
+    def expert_shard_ranks(self) -> int:
+        """Ranks over which the parameters of experts are sharded in the forward pass: those that hold the same experts."""
+        return self._expert_ranks if self.shard_ranks > 1 else 1
+
+    @property
+    def expert_optimizer_ranks(self) -> int:
+        """Ranks over which the optimizer's state of experts is sharded."""
+        return self._expert_ranks if self.optimizer_ranks > 1 else 1
+
+    @property
+    def _expert_ranks(self) -> int:
+        return max(1, self.data_size * self.parallelism.context // self.parallelism.expert)
+
 
 def load_cluster(path: Path | str) -> ClusterFile:
     """Read a cluster file (.toml). Raises `MachineError`, one line, for whatever is wrong with it."""

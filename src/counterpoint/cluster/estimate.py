@@ -14,8 +14,23 @@ import msgspec
 from counterpoint.cluster.compression import NARROW_BYTES
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.memory import memory_bytes
-from counterpoint.cluster.pass_builder import DATA_GROUP, REPLICA_GROUP, SHARD_GROUP, TENSOR_GROUP, groups_of
-from counterpoint.cluster.passes import PassKind, embedding_elements, head_step, optimizer_step, pass_step, stage_parameters
+from counterpoint.cluster.pass_builder import (
+    DATA_GROUP,
+    EXPERT_DATA_GROUP,
+    REPLICA_GROUP,
+    SHARD_GROUP,
+    TENSOR_GROUP,
+    groups_of,
+)
+from counterpoint.cluster.passes import (
+    PassKind,
+    StageParameters,
+    embedding_elements,
+    head_step,
+    optimizer_step,
+    pass_step,
+    stage_parameters,
+)
 from counterpoint.cluster.pipeline import Bubbles, StageTimes, run_pipeline
 from counterpoint.cluster.planned import PassTimes, simulate_pass
 from counterpoint.sim.calibration import Calibration, load_calibration
@@ -236,7 +251,7 @@ class _StepEstimator:
         return self._collectives.time_us(kind, num_bytes, groups_of(self._configuration)[group])
 
     @cached_property
-    def _parameters(self) -> float:
+    def _parameters(self) -> StageParameters:
         """Parameters of the largest stage on one tensor rank."""
         return stage_parameters(self._configuration)
 
@@ -256,7 +271,13 @@ class _StepEstimator:
             return 0.0
         if self._training.overlap_data:
             return self._reducing_extra_us + self._embedding_us(is_gathered=False)
-        return self._reduction_us(self._parameters)
+        kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
+        return self._in_one_piece_us(kind, self._training.gradient_bytes)
+
+    def _in_one_piece_us(self, kind: CollectiveKind, element_bytes: int) -> float:
+        """Of all parameters of a stage: those of experts go to the ranks that hold the same experts."""
+        dense, experts = self._parameters.dense * element_bytes, self._parameters.experts * element_bytes
+        return self._collective_us(kind, dense, DATA_GROUP) + self._collective_us(kind, experts, EXPERT_DATA_GROUP)
 
     def _reduction_us(self, num_elements: float) -> float:
         """Return the time to reduce so many gradients in one piece; PowerSGD and top-k compress only those of layers."""
@@ -285,7 +306,7 @@ class _StepEstimator:
             gathering = self._pass(PassKind(direction="forward", is_gathering=True))
             extra_us = max(0.0, gathering.computed_us - self._forward.computed_us)
             return extra_us + self._embedding_us(is_gathered=True)
-        return self._collective_us("all_gather", self._parameters * self._model.element_bytes, DATA_GROUP)
+        return self._in_one_piece_us("all_gather", self._model.element_bytes)
 
     @cached_property
     def _optimizer_us(self) -> float:

@@ -76,11 +76,14 @@ def _extended(operation: Operation, before: int, after: int, times: CollectiveTi
     size = after if operation.group_size == before else operation.group_size
     gpus = times.fabric.machine.num_gpus
     old, new = RankGroup(size=min(operation.group_size, gpus)), RankGroup(size=size)
-    new_us = times.time_us(operation.collective, operation.num_bytes, new)
+    is_evened = operation.parts is not None and size != operation.group_size  # parts of a larger group are not known
+    num_bytes = operation.parts.as_equal_bytes if operation.parts is not None else operation.num_bytes
+    new_us = times.time_us(operation.collective, num_bytes, new)
     if operation.lone_us is not None:
-        usual_us = times.time_us(operation.collective, operation.num_bytes, old)
+        usual_us = times.time_us(operation.collective, num_bytes, old)
         new_us = operation.lone_us * new_us / usual_us if usual_us and new.size > 1 else operation.lone_us
-    return msgspec.structs.replace(operation, group_size=size, ranks=new.ranks, lone_us=new_us)
+    found = msgspec.structs.replace(operation, parts=None, num_bytes=num_bytes) if is_evened else operation
+    return msgspec.structs.replace(found, group_size=size, ranks=new.ranks, lone_us=new_us)
 
 
 def _assumptions(step: Step, fabric: Fabric, ranks: int, num_growing: int) -> list[str]:
@@ -93,6 +96,8 @@ def _assumptions(step: Step, fabric: Fabric, ranks: int, num_growing: int) -> li
         "Assumed: every rank keeps its batch and its kernels (weak scaling); an optimizer that is sharded over more ranks "
         "would take less time than here.",
     ]
+    if ranks > step.num_ranks and any(each.parts is not None for each in _collectives(step)):
+        found.append("Assumed: parts of uneven all-to-alls whose group grows are equal there, as large together as now.")
     if any(each.lone_us is not None for each in _collectives(step)):
         found.append("Assumed: traced times of collectives scale as the models of the node's links and of the switches do.")
     levels = ", ".join(

@@ -18,11 +18,12 @@ def memory_bytes(configuration: Configuration) -> float:
     model, sizes, training = configuration.model, configuration.parallelism, configuration.training
     layers = configuration.layers_per_stage
     parameters = stage_parameters(configuration)
-    kept = parameters / configuration.shard_ranks
+    kept = parameters.per_rank(configuration.shard_ranks, configuration.expert_shard_ranks)
     states = kept * (model.element_bytes + training.gradient_bytes)
-    states += parameters / configuration.optimizer_ranks * OPTIMIZER_BYTES
+    updated = parameters.per_rank(configuration.optimizer_ranks, configuration.expert_optimizer_ranks)
+    states += updated * OPTIMIZER_BYTES
     if configuration.shard_ranks > 1:  # two layers are gathered at a time
-        states += 2 * (parameters / layers) * model.element_bytes
+        states += 2 * (parameters.per_rank(1, 1) / layers) * model.element_bytes
     in_flight: float = min(configuration.num_micro_batches, sizes.pipeline) if sizes.pipeline > 1 else 1
     if sizes.schedule == "interleaved":
         in_flight *= 1 + (sizes.pipeline - 1) / (sizes.pipeline * sizes.num_chunks)

@@ -46,6 +46,17 @@ class PassKind(Value, frozen=True, kw_only=True):
         return ", ".join([self.direction, *extras])
 
 
+class StageParameters(Value, frozen=True, kw_only=True):
+    """Parameters of a stage on one tensor rank: those that all data ranks hold, and those of this rank's experts."""
+
+    dense: float
+    experts: float
+
+    def per_rank(self, num_ranks: int, num_expert_ranks: int) -> float:
+        """Return a rank's part if so many ranks share the dense ones, and so many those of experts."""
+        return self.dense / num_ranks + self.experts / num_expert_ranks
+
+
 def layer_elements(configuration: Configuration) -> tuple[float, float]:
     """Return the parameters of one layer on one tensor rank, not sharded: of dense parts, and of experts."""
     model, sizes = configuration.model, configuration.parallelism
@@ -122,10 +133,11 @@ def head_step(configuration: Configuration, times: CollectiveTimes, direction: D
     return builder.step(f"head, {direction}")
 
 
-def optimizer_step(configuration: Configuration, times: CollectiveTimes, num_parameters: float) -> Step:
+def optimizer_step(configuration: Configuration, times: CollectiveTimes, parameters: StageParameters) -> Step:
     """Return the step of Adam over the parameters that a rank updates."""
     builder = PassBuilder(configuration, times)
-    builder.compute(memory_pass("adam", ADAM_BYTES * num_parameters / configuration.optimizer_ranks))
+    updated = parameters.per_rank(configuration.optimizer_ranks, configuration.expert_optimizer_ranks)
+    builder.compute(memory_pass("adam", ADAM_BYTES * updated))
     return builder.step("optimizer")
 
 
@@ -134,8 +146,9 @@ def embedding_elements(configuration: Configuration) -> float:
     return configuration.model.vocabulary * configuration.model.hidden / configuration.parallelism.tensor
 
 
-def stage_parameters(configuration: Configuration) -> float:
+def stage_parameters(configuration: Configuration) -> StageParameters:
     """Return the parameters of the largest stage on one tensor rank, not sharded; a lone stage has two embeddings."""
     num_embeddings = 2 if configuration.parallelism.pipeline == 1 else 1
-    layers = configuration.layers_per_stage * sum(layer_elements(configuration))
-    return layers + num_embeddings * embedding_elements(configuration)
+    dense, experts = layer_elements(configuration)
+    embeddings, num_layers = num_embeddings * embedding_elements(configuration), configuration.layers_per_stage
+    return StageParameters(dense=num_layers * dense + embeddings, experts=num_layers * experts)

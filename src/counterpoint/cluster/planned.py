@@ -13,7 +13,7 @@ from counterpoint.cluster.training import ControlName
 from counterpoint.controls import CommunicationCtas, HeadStart, Priority
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
-from counterpoint.planner.candidates import CTA_COUNTS, HOLDS_US, propose
+from counterpoint.planner.candidates import CTA_COUNTS, HOLDS_US, propose_on_sms
 from counterpoint.planner.contention import find_contention
 from counterpoint.planner.movements import propose_overlaps, propose_transports
 from counterpoint.planner.proposal import Candidate, one
@@ -90,7 +90,7 @@ def _candidates(
         yield one("priority", "priority", everything, controls, "collectives are placed first")
     elif control == "shaping":
         contention = find_contention(step, timeline, plan)
-        for candidate in propose(step, machine, contention, plan).candidates:
+        for candidate in propose_on_sms(step, machine, contention, plan).candidates:
             if candidate.family in SHAPING_FAMILIES:
                 yield candidate
         if not any(isinstance(each, CommunicationCtas) for directive in kept for each in directive.controls):

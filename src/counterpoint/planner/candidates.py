@@ -54,11 +54,23 @@ def propose(
     `contention` is empty for collectives that no longer run on SMs. Light kernels are proposed only if the `applier` is
     a captured graph, because only a graph can take them. A collective whose group has one rank is no candidate.
     """
-    candidates: list[Candidate] = []
-    refusals: list[Refusal] = []
+    return _together(
+        (
+            propose_on_sms(step, machine, contention, plan, applier),
+            propose_transports(step, machine, plan),
+            propose_overlaps(step, machine, plan),
+            propose_own_streams(step, machine, plan),
+        )
+    )
+
+
+def propose_on_sms(
+    step: Step, machine: Machine, contention: Sequence[Contention], plan: Plan = LEAVE_IT, applier: Applier = "step"
+) -> Proposal:
+    """Return the controls that leave collectives on SMs, as `propose` does."""
     with_peers = [entry for entry in contention if step.collective(entry.collective).group_size > 1]
     light = (propose_light_kernels(step, machine, with_peers),) if applier == "graph" else ()
-    on_sms = (
+    parts = (
         *light,
         _priority(machine.gpu, with_peers),
         _head_starts(step, machine.gpu, with_peers),
@@ -66,16 +78,15 @@ def propose(
         _communication_ctas(step, machine.gpu, with_peers),
     )
     if contention and not with_peers:
-        on_sms = tuple(refusal(each.refusals[0].control, ALL_COLLECTIVES, ALONE) for each in on_sms)
-    for part in (
-        *on_sms,
-        propose_transports(step, machine, plan),
-        propose_overlaps(step, machine, plan),
-        propose_own_streams(step, machine, plan),
-    ):
-        candidates.extend(part.candidates)
-        refusals.extend(part.refusals)
-    return proposal(candidates, refusals)
+        parts = tuple(refusal(each.refusals[0].control, ALL_COLLECTIVES, ALONE) for each in parts)
+    return _together(parts)
+
+
+def _together(parts: Sequence[Proposal]) -> Proposal:
+    return proposal(
+        (candidate for part in parts for candidate in part.candidates),
+        (refused for part in parts for refused in part.refusals),
+    )
 
 
 def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:

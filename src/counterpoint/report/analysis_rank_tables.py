@@ -1,9 +1,11 @@
 """Tables of an `Analysis` that come from each rank's trace. Means are over steady steps."""
 
+import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from counterpoint.analysis.values import Analysis, OperatorRow, RankAnalysis, StepFigures
+from counterpoint.kernel_names import short_name
 from counterpoint.report.analysis_words import ratio
 from counterpoint.report.figure_tables import Cell, FigureTable, figure_columns, new_figures, text_column
 
@@ -157,11 +159,10 @@ def operators_table(analysis: Analysis) -> FigureTable:
         [
             text_column("operator"),
             *figure_columns("us", "time"),
-            *figure_columns("number", "count"),
+            *figure_columns("number", "count", is_detail=True),
             *figure_columns("us", "mean", is_detail=True),
             *figure_columns("number", "TFLOP/s", is_detail=True),
-            text_column("shapes", is_detail=True),
-            text_column("kernel", is_detail=True),
+            *(text_column(name) for name in ("shapes", "kernel")),  # rows of one operator differ by these
         ],
         (cells for _, cells in sorted(merged, key=lambda row: -row[0])),
     )
@@ -175,4 +176,18 @@ def _operator_row(rows: Sequence[OperatorRow], num_ranks: int) -> tuple[float, t
     known = [row.tflops for row in rows if row.tflops is not None]
     first = rows[0]
     mean_us = ratio(total_us, count)
-    return total_us, (first.name, total_us, count, mean_us, fmean(known) if known else None, first.shapes, first.kernel)
+    return total_us, (
+        first.name,
+        total_us,
+        count,
+        mean_us,
+        fmean(known) if known else None,
+        _in_short(first.shapes),
+        short_name(first.kernel),
+    )
+
+
+def _in_short(shapes: str) -> str:
+    """Return the shapes of tensors as in "8192x4096, 4096x7168"; inputs without a shape are left out."""
+    found = re.findall(r"\[([\d, ]+)\]", shapes)
+    return ", ".join(each.replace(", ", "x") for each in found) or shapes.strip("[], ")

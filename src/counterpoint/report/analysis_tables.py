@@ -4,6 +4,7 @@ out.
 Times are means per steady step unless a table's caption says otherwise.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
@@ -20,6 +21,7 @@ from counterpoint.report.analysis_rank_tables import (
 )
 from counterpoint.report.analysis_words import ASPECTS, CAUSES, ratio
 from counterpoint.report.figure_tables import Cell, FigureTable, Kind, figure_columns, format_cell, new_figures, text_column
+from counterpoint.units import format_bytes
 
 UNKNOWN = "unknown"  # a module or phase that the trace does not give; a table with nothing else is left out
 
@@ -118,10 +120,15 @@ def _change(change: Change) -> tuple[Cell, ...]:
         change.what,
         format_cell(kind, change.before),
         format_cell(kind, change.after),
-        sign + format_cell(kind, difference),
-        format_cell(kind, change.spread),
+        sign + _in_points(kind, difference),
+        _in_points(kind, change.spread),
         "yes" if abs(difference) > change.spread else "no",
     )
+
+
+def _in_points(kind: Kind, difference: float) -> str:
+    """Format a difference of two figures; that of two shares is in percentage points."""
+    return f"{100 * difference:z.1f} points" if kind == "share" else format_cell(kind, difference)
 
 
 def _by_aspect(rows: Iterable[Breakdown]) -> Iterator[tuple[Aspect, list[Breakdown]]]:
@@ -228,6 +235,10 @@ def _skew_row(skew: CollectiveSkew) -> tuple[Cell, ...]:
 
 
 def _sizes(analysis: Analysis) -> FigureTable:
+    rows = sorted(analysis.sizes, key=lambda each: -each.mean_us * each.count)
+    alike = Counter(_as_shown(each) for each in rows)
+    # sizes that differ by less than is shown are told apart by their bytes
+    exact = figure_columns("number", "bytes") if any(number > 1 for number in alike.values()) else ()
     return new_figures(
         "sizes",
         "Collectives by size",
@@ -236,6 +247,7 @@ def _sizes(analysis: Analysis) -> FigureTable:
         [
             text_column("collective"),
             *figure_columns("bytes", "size"),
+            *exact,
             *figure_columns("number", "ranks", "count", is_detail=True),
             *figure_columns("us", "mean"),
             *figure_columns("us", "least", "most", is_detail=True),
@@ -248,6 +260,7 @@ def _sizes(analysis: Analysis) -> FigureTable:
             (
                 each.collective.replace("_", "-"),
                 each.num_bytes,
+                *([each.num_bytes if alike[_as_shown(each)] > 1 else None] if exact else []),
                 each.group_size,
                 each.count,
                 each.mean_us,
@@ -258,9 +271,13 @@ def _sizes(analysis: Analysis) -> FigureTable:
                 each.transport,
                 each.process_group,
             )
-            for each in sorted(analysis.sizes, key=lambda each: -each.mean_us * each.count)
+            for each in rows
         ),
     )
+
+
+def _as_shown(row: CollectiveSize) -> tuple[object, ...]:
+    return row.collective, format_bytes(row.num_bytes), row.group_size, row.transport, row.process_group
 
 
 def _exposed(analysis: Analysis) -> FigureTable:

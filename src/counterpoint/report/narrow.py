@@ -1,5 +1,6 @@
 """Tables that a narrow terminal shows in whole words: columns shrink to their longest word, then rows become blocks."""
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -9,6 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 LONGEST_WHOLE = 24  # letters: a longer word, such as a kernel's name, is broken where there is no room
+FIGURE = re.compile(r"[-+]?\d")  # what such a cell begins with
 BETWEEN = 3  # columns that rich puts between two of a table: a blank, the divider and a blank
 
 
@@ -45,11 +47,14 @@ class WholeWordTable(Table):
 
 
 def _measure(console: Console, options: ConsoleOptions, column: Column) -> Measurement:
-    """Return the widths of the column's longest word and of its longest cell."""
-    found = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
-    longest = max(each.maximum for each in found)
-    word = longest if column.no_wrap else min(max(each.minimum for each in found), LONGEST_WHOLE)
-    return Measurement(word, longest)
+    """Return the widths of the column's longest word and of its longest cell. A figure and its unit are one word."""
+    header, *cells = (Measurement.get(console, options, cell) for cell in (column.header, *column.cells))
+    longest = max(each.maximum for each in (header, *cells))
+    words = [header.minimum]
+    for cell, each in zip(column.cells, cells, strict=True):
+        is_figure = column.justify == "right" and FIGURE.match(str(cell)) is not None
+        words.append(each.maximum if is_figure else each.minimum)
+    return Measurement(longest if column.no_wrap else min(max(words), LONGEST_WHOLE), longest)
 
 
 def _shrunk(measured: list[Measurement], room: int) -> list[int]:

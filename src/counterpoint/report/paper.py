@@ -114,7 +114,7 @@ def _cell(point: SweepPoint, label: str) -> str:
     if row is None:
         return "-"
     remarks = _remarks(row)
-    return f"{_ratio(row.time_ratio)}  {_overlap(row)}{f' {remarks}' if remarks else ''}"
+    return f"{_ratio(row.time_ratio)} {_overlap(row)}{f' {remarks}' if remarks else ''}"
 
 
 def _ideal(point: SweepPoint) -> str:

@@ -67,13 +67,13 @@ def draw_sweeps(sweeps: Sequence[Sweep], path: Path, where: str) -> None:
         panel.set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
-    figure.supxlabel(f"{_origin(sweeps)}; GPUs: {where}", fontsize=9)
+    figure.supxlabel(_origin(sweeps, where), fontsize=9)
     figure.savefig(path)
 
 
-def _origin(sweeps: Sequence[Sweep]) -> str:
+def _origin(sweeps: Sequence[Sweep], where: str) -> str:
     measured = any(row.measured_us is not None for sweep in sweeps for point in sweep.points for row in point.rows)
-    return "Measured; thin lines: simulated from the captured steps" if measured else "Simulated, not measured"
+    return f"Measured on {where}; thin lines: simulated from the captured steps" if measured else "Simulated, not measured"
 
 
 def _draw(panel: "Axes", sweep: Sweep) -> None:

@@ -115,8 +115,8 @@ def draw_front(rows: Sequence[SweepRow], best: Sequence[SweepRow], path: Path) -
     panel.set_xlabel("memory of a GPU (GiB)")
     panel.set_ylabel("tokens per second and GPU")
     panel.set_title("Simulated, not measured", fontsize=9)
+    panel.margins(x=0.12, y=0.12)  # room for the labels beside the front's last marks
     panel.set_ylim(bottom=0)
-    panel.margins(x=0.12)
     panel.legend(loc="lower right", fontsize=8)
     figure.savefig(path)
 

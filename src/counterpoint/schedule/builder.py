@@ -5,6 +5,7 @@ matmuls consume them). Every loop runs over turns first and ranks second, so tha
 order.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.errors import ScheduleError
@@ -155,15 +156,20 @@ class Arrivals:
     """Records which copy brought which rows of a rank's buffer."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Region, int]] = []
+        self._entries: defaultdict[tuple[int, str], list[tuple[Region, int]]] = defaultdict(list)  # by rank and buffer
 
     def note(self, region: Region, position: int) -> None:
         """Record that the copy at `position` writes `region`."""
-        self._entries.append((region, position))
+        self._entries[region.rank, region.buffer].append((region, position))
 
     def of(self, regions: Iterable[Region]) -> list[int]:
         """Return the positions of the copies that write any of these rows."""
-        return [position for wanted in regions for region, position in self._entries if region.overlaps(wanted)]
+        return [
+            position
+            for wanted in regions
+            for region, position in self._entries[wanted.rank, wanted.buffer]
+            if region.overlaps(wanted)
+        ]
 
 
 def region(rank: int, buffer: str, start: int, rows: Rows) -> Region:

@@ -110,7 +110,7 @@ class Clock:
         peak = machine.matmul_flops_per_s(usual_element_type(problem.element_bytes))
         self._flops_per_us = costs.matmul_efficiency * peak / US_PER_S
         self._element_bytes = problem.element_bytes
-        self._pieces: dict[tuple[int, int, int, int, bool], Piece] = {}
+        self._pieces: dict[tuple[tuple[int, ...], int, int, bool], Piece] = {}
         self.signal_us, self.wait_us, self.call_us = costs.signal_us, costs.wait_us, costs.call_us
         self.copy_latency_us = costs.copy_us
         self._collective_efficiency = _collective_efficiency(problem, costs)
@@ -127,24 +127,27 @@ class Clock:
     def piece(self, num_rows: int, num_inner: int, num_columns: int, count: int = 1, *, is_added: bool = False) -> Piece:
         """Return the tiles of a matmul, or of `count` equal ones in one kernel, in the shape that ends first. `is_added`:
         the product is added to existing rows."""
-        key = (num_rows, num_inner, num_columns, count, is_added)
+        return self._piece_of((num_rows,) * count, num_inner, num_columns, is_added=is_added)
+
+    def _piece_of(self, rows: tuple[int, ...], num_inner: int, num_columns: int, *, is_added: bool = False) -> Piece:
+        """Return the tiles of matmuls of these rows in one kernel."""
+        key = (rows, num_inner, num_columns, is_added)
         if key not in self._pieces:
-            added_us = self._added_us(num_rows, num_columns) if is_added else 0.0
-            self._pieces[key] = self._make_piece((num_rows, num_inner, num_columns), count, added_us)
+            added_us = self._added_us(rows[0], num_columns) if is_added else 0.0
+            self._pieces[key] = self._make_piece(rows, num_inner, num_columns, added_us)
         return self._pieces[key]
 
-    def _make_piece(self, sizes: tuple[int, int, int], count: int, added_us: float) -> Piece:
-        num_rows, num_inner, num_columns = sizes
-        if 0 in sizes:
+    def _make_piece(self, rows: tuple[int, ...], num_inner: int, num_columns: int, added_us: float) -> Piece:
+        if 0 in (sum(rows), num_inner, num_columns):
             return Piece(num_tiles=0, tile_us=0.0, start_us=0.0)
         costs, num_sms = self._costs, self._machine.gpu.num_sms
 
-        def shaped(rows: int, columns: int) -> Piece:
-            edge = 1 / rows + 1 / columns - 1 / USUAL_TILE[0] - 1 / USUAL_TILE[1]
-            narrow = costs.narrow_tile if min(rows, columns) < USUAL_TILE[0] else 0.0
-            multiplied_us = (1 + narrow) * 2 * rows * columns * num_inner / (self._flops_per_us / num_sms)
+        def shaped(height: int, width: int) -> Piece:
+            edge = 1 / height + 1 / width - 1 / USUAL_TILE[0] - 1 / USUAL_TILE[1]
+            narrow = costs.narrow_tile if min(height, width) < USUAL_TILE[0] else 0.0
+            multiplied_us = (1 + narrow) * 2 * height * width * num_inner / (self._flops_per_us / num_sms)
             return Piece(
-                num_tiles=count * math.ceil(num_rows / rows) * math.ceil(num_columns / columns),
+                num_tiles=sum(math.ceil(number / height) for number in rows) * math.ceil(num_columns / width),
                 tile_us=self._stretch * (costs.tile_us + multiplied_us * (1 + costs.tile_edge * edge)),
                 start_us=0.0,
             )
@@ -167,23 +170,31 @@ class Clock:
         num_bytes = num_rows * num_columns * self._element_bytes
         return self._costs.add_passes * num_bytes / self._machine.gpu.hbm_bytes_per_s * US_PER_S
 
-    def grouped_piece(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> Piece:
-        """Return the tiles of a grouped matmul, treated as equal matmuls of the experts that have rows.
+    def grouped_piece(
+        self, expert_rows: Sequence[int], num_inner: int, num_columns: int, *, is_gradient: bool = False
+    ) -> Piece:
+        """Return the tiles of a grouped matmul: those of each expert's rows. `is_gradient`: the result is the gradient of
+        the experts' weights, and the rows, taken as equally many for each expert that has some, are what is added up.
 
         Experts with few rows wait for their weights; both times add up as squares do, within 13 % of what was measured.
         """
         num_used = sum(1 for rows in expert_rows if rows)
         if not num_used:
             return Piece(num_tiles=0, tile_us=0.0, start_us=0.0)
-        piece = self.piece(math.ceil(sum(expert_rows) / num_used), num_inner, num_columns, num_used)
+        if is_gradient:
+            piece = self.piece(num_inner, math.ceil(sum(expert_rows) / num_used), num_columns, num_used)
+        else:
+            piece = self._piece_of(tuple(rows for rows in expert_rows if rows), num_inner, num_columns)
         multiplied_us = piece.num_tiles * piece.tile_us / self._machine.gpu.num_sms
         rate = self._costs.grouped_weights_efficiency * self._machine.gpu.hbm_bytes_per_s
         weights_us = self.num_bytes(num_used * num_inner * num_columns) / rate * US_PER_S
         return msgspec.structs.replace(piece, tile_us=piece.tile_us * math.hypot(1, weights_us / multiplied_us))
 
-    def grouped_us(self, expert_rows: Sequence[int], num_inner: int, num_columns: int) -> float:
+    def grouped_us(
+        self, expert_rows: Sequence[int], num_inner: int, num_columns: int, *, is_gradient: bool = False
+    ) -> float:
         """Return the time of a grouped matmul that has all SMs."""
-        return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns))
+        return self._alone_us(self.grouped_piece(expert_rows, num_inner, num_columns, is_gradient=is_gradient))
 
     def activation_us(self, num_elements: int) -> float:
         """Return the time of a kernel that reads and writes this many elements, row by row."""

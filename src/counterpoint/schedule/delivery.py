@@ -5,7 +5,8 @@ Contents are kept as runs of rows, so sizes do not matter. A row of a result is 
 """
 
 import itertools
-from collections import Counter
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -62,10 +63,9 @@ class Contents:
             return [Run(0, region.num_rows, Counter({Term(region.rank, region.buffer, region.start): 1}))]
         found: list[Run] = []
         position = region.start
-        for run in self._runs.get((region.rank, region.buffer), []):
+        runs = self._runs.get((region.rank, region.buffer), [])
+        for run in runs[_inside(runs, region.start, region.stop)]:
             start, stop = max(run.start, region.start), min(run.stop, region.stop)
-            if start >= stop:
-                continue
             if position < start:
                 found.append(Run(position - region.start, start - region.start, None))
             found.append(Run(start - region.start, stop - region.start, _shifted(run.terms, region.start)))
@@ -75,36 +75,48 @@ class Contents:
         return found
 
     def write(self, region: Region, runs: Iterable[Run]) -> None:
-        """Write runs, numbered from 0, into the region."""
-        kept: list[Run] = []
-        for run in self._runs.get((region.rank, region.buffer), []):
-            kept += [
-                Run(start, stop, run.terms)
-                for start, stop in (
-                    (run.start, min(run.stop, region.start)),
-                    (max(run.start, region.stop), run.stop),
-                )
-                if start < stop
-            ]
-        kept += [
-            Run(run.start + region.start, run.stop + region.start, _shifted(run.terms, -region.start))
+        """Write runs, numbered from 0 and in order, into the region; rows beyond its end are dropped."""
+        held = self._runs.setdefault((region.rank, region.buffer), [])
+        place = _inside(held, region.start, region.stop)
+        kept_before = [Run(run.start, min(run.stop, region.start), run.terms) for run in held[place]]
+        kept_behind = [Run(max(run.start, region.stop), run.stop, run.terms) for run in held[place]]
+        written = [
+            Run(run.start + region.start, min(run.stop + region.start, region.stop), _shifted(run.terms, -region.start))
             for run in runs
-            if run.start < run.stop
         ]
-        self._runs[region.rank, region.buffer] = sorted(kept, key=lambda run: run.start)
+        held[place] = [run for run in (*kept_before, *written, *kept_behind) if run.start < run.stop]
+
+
+def _inside(runs: Sequence[Run], start: int, stop: int) -> slice:
+    """Return which of these runs, which are in order and apart, have rows from `start` to `stop`."""
+    first = bisect_right(runs, start, key=lambda run: run.stop)
+    return slice(first, max(first, bisect_left(runs, stop, key=lambda run: run.start)))
+
+
+class _Arrivals:
+    """Rows of one buffer that came from other ranks, as runs that are apart."""
+
+    def __init__(self) -> None:
+        self._runs: list[Run] = []
+
+    def add(self, start: int, stop: int) -> bool:
+        """Add rows; return whether one of them was there already."""
+        place = _inside(self._runs, start, stop)
+        met = self._runs[place]
+        edges = [start, stop, *(edge for run in met for edge in (run.start, run.stop))]
+        self._runs[place] = [Run(min(edges), max(edges), None)] if start < stop else met
+        return bool(met)
 
 
 def delivery_faults(schedule: CopySchedule) -> Iterator[str]:
     """Yield results that differ from the operator's definition, and rows that cross a link twice."""
     contents = Contents(schedule)
-    arrived: dict[tuple[int, str], list[Region]] = {}
+    arrived: defaultdict[tuple[int, str], _Arrivals] = defaultdict(_Arrivals)
     for position, action in enumerate(schedule.actions):
         if action.kind == "copy":
             for target in action.writes:
-                seen = arrived.setdefault((target.rank, target.buffer), [])
-                if any(target.overlaps(region) for region in seen):
+                if arrived[target.rank, target.buffer].add(target.start, target.stop):
                     yield f"action {position} copies rows of '{target.buffer}' to rank {target.rank} that it has already"
-                seen.append(target)
         yield from _apply(contents, action, position, schedule)
     if any(buffer.name == "weight_gradient" for buffer in schedule.buffers):
         counts = Counter(action.rank for action in schedule.actions if action.kind == "weight_gradient")
@@ -296,9 +308,9 @@ def _times_experts(runs: Iterable[Run], action: Action) -> list[Run]:
     cut = list(runs)
     found: list[Run] = []
     for expert, (start, stop) in enumerate(edges):
-        inside = [Run(max(run.start, start), min(run.stop, stop), run.terms) for run in cut]
-        inside = [run for run in inside if run.start < run.stop]
-        found += _times(inside, Weight(action.rank, expert, action.layer))
+        inside = cut[_inside(cut, start, stop)]
+        own = [Run(max(run.start, start), min(run.stop, stop), run.terms) for run in inside]
+        found += _times(own, Weight(action.rank, expert, action.layer))
     return found
 
 

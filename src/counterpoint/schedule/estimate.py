@@ -243,7 +243,8 @@ def _compute(action: Action, clock: Clock, columns: dict[str, int], where: tuple
     if action.expert_rows:
         others = action.reads[1:] or action.writes  # the gradient of weights has both operands' columns
         sizes = columns[action.reads[0].buffer], columns[others[0].buffer]
-        return sms.run(ready_us, clock.grouped_piece(action.expert_rows, *sizes), clock.smoothing)
+        piece = clock.grouped_piece(action.expert_rows, *sizes, is_gradient=action.kind == "weight_gradient")
+        return sms.run(ready_us, piece, clock.smoothing)
     if action.kind == "weight_gradient":
         left, right = action.reads
         piece = clock.piece(columns[left.buffer], left.num_rows, columns[right.buffer])

@@ -3,7 +3,7 @@
 Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
 largest (its kernels use equally many CTAs for every peer, and also copy what a rank keeps), and the rank with most tokens
 determines the time of the matmuls. The sequential form needs a kernel that puts rows in the order of experts, once in each
-direction. A grouped matmul is treated as equal matmuls of the experts that have rows. Not measured.
+direction. A grouped matmul has the tiles of each expert's rows. Not measured.
 """
 
 from counterpoint.machine import Machine
@@ -58,12 +58,21 @@ def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = 
 
 def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
     """Return the longer of computation and communication, each alone; communication by whichever is faster, the library's
-    all-to-alls or copies without a pause."""
-    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
-    most = max(max(routing.num_landing(rank), routing.num_returning(rank)) for rank in range(routing.num_ranks))
-    copied_us = problem.stages.num_exchanges * clock.copies_us(most * problem.num_inner) if most else 0.0
+    all-to-alls or copies without a pause. Copies to the experts and back run at the same time, so the rank that sends or
+    receives most of both together counts."""
+    most, clock = _most_crossing_rows(problem), Clock(_as_equal(problem), machine, costs)
+    copied_us = clock.copies_us(most * problem.num_inner) if most else 0.0
     alone_us = min(copied_us, expert_communication_us(problem, machine, costs))
     return max(alone_us, expert_computation_us(problem, machine, costs))
+
+
+def _most_crossing_rows(problem: ExpertProblem) -> int:
+    """Return the rows that the busiest rank sends, or receives, in all exchanges of the pass together."""
+    routing, stages = problem.routing, problem.stages
+    there, back = stages.is_dispatched + stages.is_sent_again, int(stages.is_combined)
+    # rows that land on a rank leave it in combine, and those that return to it left it in dispatch
+    ways = [(routing.num_landing(rank), routing.num_returning(rank)) for rank in range(routing.num_ranks)]
+    return max(max(there * landing + back * returning, there * returning + back * landing) for landing, returning in ways)
 
 
 def _slowest_rows(routing: Routing) -> int:
@@ -86,8 +95,9 @@ def _computed_us(problem: ExpertProblem, clock: Clock, rank: int) -> float:
     if stages.is_combined:
         taken_us += clock.grouped_us(rows, problem.num_taken_columns, problem.num_inner)
     for *_, name in stages.gradients:
-        others = problem.num_first_columns if name == "first_gradient" else problem.num_hidden
-        taken_us += clock.grouped_us(rows, others, problem.num_inner)
+        is_first = name == "first_gradient"
+        left, right = (problem.num_first_columns, problem.num_inner) if is_first else (problem.num_inner, problem.num_hidden)
+        taken_us += clock.grouped_us(rows, left, right, is_gradient=True)
     return taken_us
 
 

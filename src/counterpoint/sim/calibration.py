@@ -22,6 +22,7 @@ from counterpoint.value import Value, read_shipped, read_toml, require, shipped_
 
 BASE = "h200"  # the GPU whose constants replace those that were not measured
 DROPPED = ("sum_cta_us",)  # in files of earlier versions; nothing reads it any more
+ABSURD_FIGURE = 1e18  # no constant comes near
 MOST_BYTES_OF_FEW = 8 * MIB  # to a peer: NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, not from 16 MiB on
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
@@ -48,6 +49,19 @@ PowerFigure = Literal[
 Status = Literal["measured", "assumed"]
 
 
+def _require_positive(entry: "AnyConstant") -> None:
+    """Raise `MachineError` for a figure that no measurement gives. All are above 0; spreads and latencies may be 0."""
+    for name in entry.__struct_fields__:
+        figure = getattr(entry, name)
+        if isinstance(figure, float | int):
+            least = "0 or more" if name in ("spread", "latency_us", "latency_weight") else "above 0"
+            require(
+                0 <= figure < ABSURD_FIGURE and (figure > 0 or least != "above 0"),
+                MachineError,
+                f"{name} must be {least} and below {ABSURD_FIGURE:g}; found {figure:g}",
+            )
+
+
 class Constant(Value, frozen=True, kw_only=True):
     """One number in the unit at the end of its name.
 
@@ -60,6 +74,9 @@ class Constant(Value, frozen=True, kw_only=True):
     date: str
     source: str
     spread: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
 
 
 class CharacterConstants(Value, frozen=True, kw_only=True):
@@ -80,6 +97,9 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     source: str
     saturation_bytes_in_flight: float | None = None
     spread: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
 
 
 class CollectiveConstants(Value, frozen=True, kw_only=True):
@@ -105,6 +125,17 @@ class CollectiveConstants(Value, frozen=True, kw_only=True):
     latency_us_by_bytes: tuple[tuple[float, float], ...] = ()
     latency_us_by_bytes_of_more: tuple[tuple[float, float], ...] = ()
     spread: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        for name in ("latency_us_by_bytes", "latency_us_by_bytes_of_more"):
+            points = getattr(self, name)
+            sizes = [0.0, *(size for size, _ in points), ABSURD_FIGURE]
+            require(
+                all(less < more for less, more in pairwise(sizes)) and all(0 <= us < ABSURD_FIGURE for _, us in points),
+                MachineError,
+                f"{name} must be pairs of rising sizes above 0 and latencies of 0 or more; found {list(map(list, points))}",
+            )
 
     def of_ranks(self, group_size: int) -> "CollectiveConstants":
         """Return the constants as they apply to groups of this many ranks, in the figures of 2 ranks."""

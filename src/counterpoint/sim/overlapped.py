@@ -9,6 +9,9 @@ other size from the matmul's time. Like the schedule's estimate, this one leaves
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
 
 from counterpoint.machine import ELEMENT_BYTES, Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN
@@ -39,13 +42,12 @@ class OverlapEstimate(Value, frozen=True, kw_only=True):
 
 
 class OverlapModel:
-    """Estimates the pairs of one step on one machine, each problem once."""
+    """Estimates the pairs of one step on one machine."""
 
     def __init__(self, step: Step, machine: Machine, calibration: Calibration) -> None:
         self._step, self._machine, self._calibration = step, machine, calibration
         self._costs = CostModel(machine, calibration)
         self._least_bytes = 1 if "fp8" in machine.gpu.matmul_rates() else USUAL_ELEMENT_BYTES
-        self._known: dict[tuple[Problem, ScheduleDescription | None], OverlapEstimate | str] = {}
 
     def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
         """Return the estimate for `schedule`, by default the heuristic's choice, or why the operator would not pay."""
@@ -58,10 +60,7 @@ class OverlapModel:
                 "so there is little to hide the data behind"
             )
         problem = self._problem(collective, [self._step.kernel(number) for number in pair.matmuls])
-        key = problem, schedule
-        if key not in self._known:
-            self._known[key] = self._estimate(problem, schedule)
-        found = self._known[key]
+        found = self._estimate(problem, schedule)
         if isinstance(found, str) or schedule is not None:
             return found
         if alone_us - found.exposed_us < LEAST_ESTIMATED_GAIN * (alone_us + matmuls_us):
@@ -73,16 +72,12 @@ class OverlapModel:
         return found
 
     def _estimate(self, problem: Problem, schedule: ScheduleDescription | None) -> OverlapEstimate | str:
-        if schedule is None:
-            pick = pick_schedule(problem, self._machine)
-            if pick.description.is_sequential:
-                return pick.reason
-            schedule = pick.description
-        taken_us = estimate(make_schedule(problem, schedule), problem, self._machine).makespan_us
+        found = _beyond_matmul(problem, schedule, self._machine)
+        if isinstance(found, str):
+            return found
         is_reduction = OPERATORS[problem.operation].forward.is_reduction
         least = self._calibration.reduction_exposed_us if is_reduction else self._calibration.gather_exposed_us
-        exposed_us = max(least.value, taken_us - computation_us(problem, self._machine))
-        return OverlapEstimate(description=schedule, exposed_us=exposed_us)
+        return msgspec.structs.replace(found, exposed_us=max(least.value, found.exposed_us))
 
     def _problem(self, collective: Collective, matmuls: Sequence[Kernel]) -> Problem:
         """Return the operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
@@ -125,6 +120,18 @@ class OverlapModel:
         peak = rates.get(matmul.element_type or USUAL_ELEMENT_TYPE, rates[USUAL_ELEMENT_TYPE])
         rate = DEFAULT_COSTS.matmul_efficiency * peak
         return self._costs.lone_us(matmul) / US_PER_S * rate / 2
+
+
+@lru_cache(maxsize=1024)  # a planner simulates the same matmuls under many plans, a sweep in many passes
+def _beyond_matmul(problem: Problem, schedule: ScheduleDescription | None, machine: Machine) -> OverlapEstimate | str:
+    """Return the heuristic's schedule, or the given one, with what it takes beyond the matmul; or why it picks none."""
+    if schedule is None:
+        pick = pick_schedule(problem, machine)
+        if pick.description.is_sequential:
+            return pick.reason
+        schedule = pick.description
+    taken_us = estimate(make_schedule(problem, schedule), problem, machine).makespan_us
+    return OverlapEstimate(description=schedule, exposed_us=taken_us - computation_us(problem, machine))
 
 
 def _round(size: float) -> int:
