@@ -69,7 +69,7 @@ def test_other_ranks_get_rows_for_first_places_and_then_the_rest(num_ranks: int,
     layouts = [ExpertLayout(counts, rank, 1) for rank in range(num_ranks)]
     num_places = layouts[0].most_grouped + num_spare
     tokens, landed = [drawn(each.num_tokens) for each in layouts], [unwritten(num_places) for _ in layouts]
-    for part in ("all", "rest"):
+    for part in ("first", "rest"):
         for rank in range(num_ranks):
             ends = torch.empty(num_experts, dtype=torch.int32, device="cuda")
             sending = kernels.Sending(rank, tokens[rank], landed[rank], addresses(landed))

@@ -52,10 +52,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
         CU_STREAM_WAIT_VALUE_EQ=EQUAL, CU_STREAM_WAIT_VALUE_GEQ=AT_LEAST, CU_STREAM_WAIT_VALUE_FLUSH=FLUSH
     )
     double.CUstreamBatchMemOpType = SimpleNamespace(
-        CU_STREAM_MEM_OP_WAIT_VALUE_32="wait", CU_STREAM_MEM_OP_WRITE_VALUE_32="write"
+        CU_STREAM_MEM_OP_WAIT_VALUE_32="wait",
+        CU_STREAM_MEM_OP_WRITE_VALUE_32="write",
+        CU_STREAM_MEM_OP_WRITE_VALUE_64="write 64",
     )
     double.CUstreamBatchMemOpParams = Operation
-    double.CUdeviceptr = double.cuuint32_t = lambda number: number
+    double.CUdeviceptr = double.cuuint32_t = double.cuuint64_t = lambda number: number
     double.cuDeviceGet = lambda number: ("success", number)
     bindings = ModuleType("cuda.bindings")
     bindings.driver = double  # type: ignore[attr-defined]
@@ -258,7 +260,7 @@ def test_numbered_flags_are_set_to_and_awaited_at_the_number_of_the_call(
         fields = operation.waitValue if vars(operation.waitValue) else operation.writeValue
         if vars(operation.waitValue):
             assert fields.flags & ~FLUSH == AT_LEAST
-        return fields.address, fields.value
+        return fields.address, fields.value64 if fields.operation == "write 64" else fields.value
 
     numbered = signals.NumberedSignals(*[MagicMock()] * 3, 4)
     assert flags.call_args.args[3] == [0] * 4, "all flags rest at 0"
@@ -266,9 +268,10 @@ def test_numbered_flags_are_set_to_and_awaited_at_the_number_of_the_call(
         numbered.begin_call()
         numbered.raise_to(2, (0, 3), None)
         numbered.wait(2, (0, 3), None)
-        numbered.exchange(1, (3,), None)
+        numbered.exchange(1, (3,), None, words=(7000, 8000), value=50 + call)
         raised, awaited = [(1200, call), (1203, call)], [(200, call), (203, call)]
-        assert issued[-3:] == [raised, awaited, [(1103, call), (103, call)]]
+        written = [(7000, 50 + call), (8000, 50 + call)]
+        assert issued[-3:] == [raised, awaited, [*written, (1103, call), (103, call)]], "words are there before the flag"
         freeing = flags.call_args.args[4]()
         assert call < freeing < 2**31, "a wait of this call and of those that are queued passes"
     numbered._number = 2**32 - 1

@@ -218,7 +218,7 @@ class ExpertCopies(AbstractExpertCopies):
         with OnStream(self._torch_stream(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
             firsts = None if first is None else self._on_gpu(first.numbers)
-            send_rows(sending, gathered, ends, firsts)
+            send_rows(sending, gathered, ends, firsts, "all" if first is None else "first")
             self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
             check("Marking sent rows", cu.cuEventRecord(self._ends[KERNEL], handle))
             if first is not None and first.sends_rest:

@@ -23,7 +23,7 @@ VECTOR_BYTES = 16  # what a thread reads and writes at once
 # Of a kernel that sends rows: the number of CTAs, the most numbers that one has in flight, and its warps
 MANY = 1056, 8192, NUM_WARPS  # as many as an H200 runs at once
 FEW = FEW_CTAS, 32768, 32  # eight are as fast as all between two H200s
-Part = Literal["all", "own", "rest"]
+Part = Literal["all", "first", "rest", "own"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -171,6 +171,21 @@ def copy_numbers(source, target, number, block: tl.constexpr):  # type: ignore[n
         tl.store(target + place, tl.load(source + place, mask=place < number), mask=place < number)
 
 
+@triton.jit
+def over_ranks(counts, inside, stride, rank, num_ranks):  # type: ignore[no-untyped-def]
+    """For each number of a matrix that every rank has: the sum, that of the ranks before this one, the least, at most 0, and
+    the largest.
+    """
+    total = inside.to(tl.int64) * 0
+    before, least, most = total, total, total
+    for source in range(num_ranks):
+        there = tl.load(counts + source * stride, mask=inside, other=0)
+        total += there
+        before += tl.where(source < rank, there, 0)
+        least, most = tl.minimum(least, there), tl.maximum(most, there)
+    return total, before, least, most
+
+
 @triton.jit(do_not_specialize=["stride", "rank", "most_rows", "unit"])  # type: ignore[untyped-decorator]
 def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
     rows,
@@ -186,27 +201,19 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     num_ranks,
     num_experts,
     number,
-    has_firsts: tl.constexpr,
     part: tl.constexpr,
     peers: tl.constexpr,
     experts: tl.constexpr,
     block: tl.constexpr,
     vector: tl.constexpr,
 ):
-    """Every num_programs-th unit: up to `unit` rows of one block, of an expert of a peer. So a program does as much for
-    one large block as for many small ones. Matrices are (peers, experts), each a power of two.
-    """
+    """Every num_programs-th unit: up to `unit` rows of one block, of an expert of a peer. So a program does as much for one
+    large block as for many small ones. Matrices are (peers, experts), each a power of two."""
     peer, expert = tl.arange(0, peers)[:, None], tl.arange(0, experts)[None, :]
     inside, at = (peer < num_ranks) & (expert < num_experts), peer * num_experts + expert
     here = tl.load(counts + rank * stride + at, mask=inside, other=0)
     num_tokens = tl.load(counts + rank * stride + num_ranks * num_experts) // 2
-    total = tl.zeros([peers, experts], tl.int64)  # rows of all ranks, and of those before this one
-    before, least, most = total, total, total
-    for source in range(num_ranks):
-        there = tl.load(counts + source * stride + at, mask=inside, other=0)
-        total += there
-        before += tl.where(source < rank, there, 0)
-        least, most = tl.minimum(least, there), tl.maximum(most, there)
+    total, before, least, most = over_ranks(counts + at, inside, stride, rank, num_ranks)
     # no count is larger than what all may be, so that sums cannot wrap around
     has_room = (tl.min(least, 1) >= 0) & (tl.max(most, 1) <= most_rows) & (tl.sum(total, 1) <= most_rows)
     is_own = (tl.min(here) >= 0) & (tl.max(here) <= num_tokens) & (tl.sum(here) == num_tokens)
@@ -216,7 +223,9 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
     tl.store(ends + expert + 0 * peer, found, mask=inside & (peer == rank) & (tl.program_id(0) == 0))
     num_rows = tl.where(has_room[:, None] & is_own, here, 0)
     sent = sums_before(here)
-    if has_firsts:  # other ranks get rows for first places, or for later ones
+    if part == "own":
+        num_rows = tl.where(peer == rank, num_rows, 0)
+    elif part != "all":  # other ranks get rows for first places, or for later ones
         first = tl.load(firsts + peer, mask=peer < num_ranks, other=0)
         num_first = tl.minimum(num_rows, tl.maximum(first - placed, 0))
         if part == "rest":
@@ -225,8 +234,6 @@ def send_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a k
             placed += num_first
         else:
             num_rows = tl.where(peer == rank, num_rows, num_first)
-    if part == "own":
-        num_rows = tl.where(peer == rank, num_rows, 0)
     num_units = (num_rows + unit - 1) // unit
     unit_start = sums_before(num_units)
     for taken in range(tl.program_id(0), tl.sum(num_units).to(tl.int32), tl.num_programs(0)):
@@ -263,8 +270,8 @@ def send_rows(
 ) -> None:
     """Send this rank's rows to their experts' places, as `ExpertLayout` has them, and set `Places.ends` (int32).
 
-    With `firsts` (int64, on the device), other ranks get rows only for so many first places of each, and "rest" sends what
-    is missing then: by few CTAs, because a matmul runs beside it. "own": only rows for this rank's own experts.
+    "first": other ranks get rows only for so many first places of each as `firsts` says (int64, on the device). "rest" sends
+    what is missing then, by few CTAs, because a matmul runs beside it. "own": only rows for this rank's own experts.
 
     `gathered[source]` are the counts of a rank for the experts of all ranks, and last twice their sum, or 1 more, on the
     device: the host need not know them. A rank gets no rows if they are more than `landed` has; then its ends are 0. Rows
@@ -289,7 +296,6 @@ def send_rows(
         num_ranks,
         num_experts,
         width,
-        has_firsts=firsts is not None,
         part=part,
         peers=power_of_2(num_ranks),
         experts=power_of_2(num_experts),
