@@ -6,7 +6,7 @@ replayed (`graph_cache.py`): with two ranks an all-reduce is eleven driver calls
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from cuda.bindings import driver as cu
 from torch._C import _CUDAGraph as Graph
 
 from counterpoint.cuda.block_sums import Arrived, Pieces
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable, is_capturing, is_possible, refuse_in_capture
 from counterpoint.ops.lane import AbstractLane, aligned, arrived_in
@@ -24,9 +24,7 @@ from counterpoint.ops.streams import recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
 from counterpoint.units import format_bytes
 
-Handle = Any  # cuda-bindings has no types
 GREATEST_PRIORITY = -5  # the driver's; torch uses the highest that it has
-SUCCESS = cu.CUresult.CUDA_SUCCESS
 MAX_PITCH = 2**31 - 1  # of a copy of rows: CU_DEVICE_ATTRIBUTE_MAX_PITCH, the same on all GPUs so far
 Pitched = tuple[int, int]  # an address, and the bytes from the start of one row there to the start of the next
 

@@ -12,7 +12,7 @@ one order, direction by direction, so that streams that share a hardware queue c
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.block_sums import has_triton
-from counterpoint.cuda.driver import check
+from counterpoint.cuda.driver import Handle, check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
@@ -46,7 +46,6 @@ from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
-Handle = Any  # cuda-bindings has no types
 COUNTS_ARRIVED, BEGUN, FIRST_ARRIVED = range(3)
 NUM_FLAGS = FIRST_ARRIVED + len(ExpertRegion) * MAX_CHUNKS
 VECTOR_BYTES = 16  # which the kernel that sends rows reads and writes at once

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from counterpoint.machine import Machine
-from counterpoint.schedule.costs import DEFAULT_COSTS, Costs
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.expert_estimate import estimate_experts
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
@@ -190,13 +189,11 @@ def obstacle_to_exchange(pair_bytes: int) -> str:
     )
 
 
-def rank_expert_schedules(
-    problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
-) -> tuple[RankedSchedule, ...]:
+def rank_expert_schedules(problem: ExpertProblem, machine: Machine) -> tuple[RankedSchedule, ...]:
     """Return schedules of `ESTIMATED_GROUPS` groups with their estimated times, fastest first."""
     ranked = []
     for num_groups in ESTIMATED_GROUPS:
         description = expert_description(problem.routing.num_ranks, num_groups)
-        estimated = estimate_experts(make_expert_schedule(problem, description), problem, machine, costs)
+        estimated = estimate_experts(make_expert_schedule(problem, description), problem, machine)
         ranked.append(RankedSchedule(description=description, estimated_us=estimated.makespan_us))
     return tuple(sorted(ranked, key=lambda each: each.estimated_us))

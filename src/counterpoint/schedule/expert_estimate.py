@@ -3,12 +3,12 @@
 Every rank waits for the slowest: the library's all-to-all takes as long as one of equal parts that are as large as the
 largest (its kernels use equally many CTAs for every peer, and also copy what a rank keeps), and the rank with most tokens
 determines the time of the matmuls. The sequential form needs a kernel that puts rows in the order of experts, once in each
-direction. A grouped matmul has the tiles of each expert's rows. Not measured.
+direction. A grouped matmul has the tiles of each expert's rows. docs/schedules.md has the estimates beside measurements.
 """
 
 from counterpoint.machine import Machine
 from counterpoint.schedule.actions import CopySchedule, Problem
-from counterpoint.schedule.costs import DEFAULT_COSTS, Clock, Costs
+from counterpoint.schedule.costs import Clock
 from counterpoint.schedule.estimate import Estimate, estimate
 from counterpoint.schedule.expert_schedules import ExpertProblem
 from counterpoint.schedule.routing import Routing
@@ -18,37 +18,35 @@ ORDERING_PASSES = (
 )
 
 
-def estimate_experts(
-    schedule: CopySchedule, problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS
-) -> Estimate:
+def estimate_experts(schedule: CopySchedule, problem: ExpertProblem, machine: Machine) -> Estimate:
     """Return the times of all actions of a schedule."""
-    return estimate(schedule, _as_equal(problem), machine, costs)
+    return estimate(schedule, _as_equal(problem), machine)
 
 
-def expert_communication_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+def expert_communication_us(problem: ExpertProblem, machine: Machine) -> float:
     """Return the time of the library's all-to-alls alone."""
-    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
+    routing, clock = problem.routing, Clock(_as_equal(problem), machine)
     if not any(routing.num_landing(rank) for rank in range(routing.num_ranks)):
         return 0.0
     share = (routing.num_ranks - 1) / routing.num_ranks
     return problem.stages.num_exchanges * clock.collective_us(round(_slowest_rows(routing) * problem.num_inner * share))
 
 
-def expert_computation_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+def expert_computation_us(problem: ExpertProblem, machine: Machine) -> float:
     """Return the time of the matmuls and the activation of the rank that computes most, alone."""
-    clock = Clock(_as_equal(problem), machine, costs)
+    clock = Clock(_as_equal(problem), machine)
     return max(_computed_us(problem, clock, rank) for rank in range(problem.routing.num_ranks))
 
 
-def estimate_experts_sequential(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+def estimate_experts_sequential(problem: ExpertProblem, machine: Machine) -> float:
     """Return the time of the library's all-to-alls, the kernels that reorder rows, and the matmuls, one after the other."""
-    ordered_us = sum(expert_ordering_us(problem, machine, costs))
-    return expert_communication_us(problem, machine, costs) + ordered_us + expert_computation_us(problem, machine, costs)
+    ordered_us = sum(expert_ordering_us(problem, machine))
+    return expert_communication_us(problem, machine) + ordered_us + expert_computation_us(problem, machine)
 
 
-def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> tuple[float, float]:
+def expert_ordering_us(problem: ExpertProblem, machine: Machine) -> tuple[float, float]:
     """Return the time for reordering rows by expert after the library's all-to-all, and back before the next one."""
-    routing, clock = problem.routing, Clock(_as_equal(problem), machine, costs)
+    routing, clock = problem.routing, Clock(_as_equal(problem), machine)
     most = max(routing.num_grouped(rank) for rank in range(routing.num_ranks))
     pass_us = clock.activation_us(2 * most * problem.num_inner) if most else 0.0
     stages = problem.stages
@@ -56,14 +54,14 @@ def expert_ordering_us(problem: ExpertProblem, machine: Machine, costs: Costs = 
     return ORDERING_PASSES * pass_us * num_arrivals, pass_us * stages.is_combined
 
 
-def estimate_experts_ideal(problem: ExpertProblem, machine: Machine, costs: Costs = DEFAULT_COSTS) -> float:
+def estimate_experts_ideal(problem: ExpertProblem, machine: Machine) -> float:
     """Return the longer of computation and communication, each alone; communication by whichever is faster, the library's
     all-to-alls or copies without a pause. Copies to the experts and back run at the same time, so the rank that sends or
     receives most of both together counts."""
-    most, clock = _most_crossing_rows(problem), Clock(_as_equal(problem), machine, costs)
+    most, clock = _most_crossing_rows(problem), Clock(_as_equal(problem), machine)
     copied_us = clock.copies_us(most * problem.num_inner) if most else 0.0
-    alone_us = min(copied_us, expert_communication_us(problem, machine, costs))
-    return max(alone_us, expert_computation_us(problem, machine, costs))
+    alone_us = min(copied_us, expert_communication_us(problem, machine))
+    return max(alone_us, expert_computation_us(problem, machine))
 
 
 def _most_crossing_rows(problem: ExpertProblem) -> int:

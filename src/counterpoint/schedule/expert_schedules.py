@@ -183,7 +183,7 @@ def _buffers(problem: ExpertProblem) -> Iterator[Buffer]:
 def _of_weights(
     problem: ExpertProblem, grouped: Sequence[int], buffer: Callable[[str, Home, Sequence[int], int], Buffer]
 ) -> Iterator[Buffer]:
-    """Return what the gradients of weights need of the forward pass, and these gradients."""
+    """Yield what the gradients of weights need of the forward pass, and these gradients."""
     stages, num_experts = problem.stages, problem.routing.num_local_experts
     each = [num_experts] * problem.routing.num_ranks
     named = {name for gradient in stages.gradients for name in gradient}
