@@ -14,7 +14,7 @@ import msgspec
 from counterpoint.machine import Machine, usual_element_type
 from counterpoint.schedule.actions import Problem, Region
 from counterpoint.schedule.wave_model import Piece
-from counterpoint.units import US_PER_S
+from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value
 
 # Tiles of a CTA in cuBLAS's bf16 kernels on sm_90, by names of kernels in traces of training on H200s (2026-11-21: such as
@@ -94,8 +94,12 @@ class Costs(Value, frozen=True, kw_only=True):
     # and for more than 4
     collective_efficiency_of_two: float = 0.545
     collective_efficiency: float = 0.69
-    # measured on 2 H200s, 2026-11-23: NCCL's all-to-all of 32 to 128 MiB received, 281 to 295 GB/s; assumed for more ranks
+    # measured on 2 H200s, 2026-11-23: NCCL's all-to-all of 32 to 128 MiB received, 281 to 295 GB/s; and, 2026-11-27, 284 to
+    # 296 of 180 MiB, and 303 to 339 of 256 MiB to 1.8 GiB; in between a mixture; assumed for more ranks
     exchange_efficiency: float = 0.65
+    small_exchange_mib: float = 192.0
+    large_exchange_efficiency: float = 0.72
+    large_exchange_mib: float = 256.0
     collective_us: float = 20.0
 
 
@@ -116,6 +120,7 @@ class Clock:
         self._pieces: dict[tuple[tuple[int, ...], int, int, bool], Piece] = {}
         self.signal_us, self.wait_us, self.call_us = costs.signal_us, costs.wait_us, costs.call_us
         self.copy_latency_us = costs.copy_us
+        self._is_exchange = problem.operation == "all_to_all_matmul"
         self._collective_efficiency = _collective_efficiency(problem, costs)
         self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
         # the whole matmul's multiplications at full clock
@@ -231,8 +236,12 @@ class Clock:
 
     def collective_us(self, num_elements: int) -> float:
         """Return the time of a library collective in which every rank receives this many elements."""
-        rate = self._collective_efficiency * self._group_bytes_per_s
-        return self._costs.collective_us + self.num_bytes(num_elements) / rate * US_PER_S
+        costs, num_bytes = self._costs, self.num_bytes(num_elements)
+        efficiency = self._collective_efficiency
+        if self._is_exchange:
+            beyond = (num_bytes / MIB - costs.small_exchange_mib) / (costs.large_exchange_mib - costs.small_exchange_mib)
+            efficiency += min(1.0, max(0.0, beyond)) * (costs.large_exchange_efficiency - efficiency)
+        return costs.collective_us + num_bytes / (efficiency * self._group_bytes_per_s) * US_PER_S
 
 
 def _collective_efficiency(problem: Problem, costs: Costs) -> float:
