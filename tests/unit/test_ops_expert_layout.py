@@ -1,8 +1,10 @@
 """Where the rows of experts lie: every row once, in the order of experts and sources, and the table that picks copies."""
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -240,6 +242,17 @@ def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_com
     assert (expected and expected.first) == first
 
 
+def test_a_call_that_has_taught_what_it_can_is_freed_at_once() -> None:
+    taught, routing = [], object.__new__(expert_routing.ExpertRouting)
+    routing.ahead, routing.learn = None, partial(lambda found, tokens: taught.append((id(found), tokens)), routing, 3)
+    known = weakref.ref(routing)
+    with routing.forward():
+        pass
+    assert taught == [(id(routing), 3)]
+    del routing
+    assert known() is None, "its tokens would stay until Python looks for cycles"
+
+
 def test_a_bound_follows_the_largest_of_recent_calls() -> None:
     expected = expert_ahead.ExpectedRows()
     assert expected.next("a layer") is None, "nothing is known yet"
@@ -267,3 +280,5 @@ def test_a_bound_follows_the_largest_of_recent_calls() -> None:
     assert expected.next("a layer").first is None, "all go ahead"
     expected.forget("a layer")
     assert expected.next("a layer") is None
+    learn(0)
+    assert expected.next("a layer") is None, "no rank may have memory for rows"

@@ -65,11 +65,10 @@ class ExpectedRows:
         self._firsts: dict[str, FirstRows] = {}
 
     def next(self, kind: str) -> Expected | None:
-        """Return what is expected of the next call; None if nothing is."""
-        if kind not in self._seen:
-            return None
-        recent, before, _ = self._seen[kind]
-        return Expected(math.ceil(SPARE * max(recent, before)), self._firsts.get(kind))
+        """Return what is expected of the next call; None if nothing is, or no rows: there may be no memory for any then."""
+        recent, before, _ = self._seen.get(kind, (0, 0, 0))
+        most_rows = math.ceil(SPARE * max(recent, before))
+        return Expected(most_rows, self._firsts.get(kind)) if most_rows else None
 
     def learn(self, kind: str, most_rows: int, first: FirstRows | None = None) -> None:
         """Remember a call: the rows of the rank that had most, and the first rows, if they are to be sent before others."""

@@ -165,9 +165,9 @@ class ExpertRouting:
             self.drop()
             raise
         finally:
-            self.ahead = None
-            if self.learn is not None:
-                self.learn()  # after an error, too: it may be this rank's alone, and all expect the same
+            self.ahead, learn, self.learn = None, self.learn, None  # it holds this routing, and the call's tokens
+            if learn is not None:
+                learn()  # after an error, too: it may be this rank's alone, and all expect the same
 
     def count_kept(self, tensors: Sequence[torch.Tensor]) -> None:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""

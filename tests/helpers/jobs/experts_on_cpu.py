@@ -1,9 +1,11 @@
 """Ranks on CPUs that run the operators of experts in the way named by the argument and print `NAME: ok` for what holds."""
 
+import gc
 import itertools
 import math
 import os
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -85,7 +87,9 @@ def partly_frozen() -> None:
 
 
 def without_gradients() -> None:
-    """A call without gradients keeps nothing for them, and holds no memory for tokens that are sent again."""
+    """A call without gradients keeps nothing for them, frees its tokens at once, and holds no memory for tokens that are
+    sent again.
+    """
     experts, counted = Experts(random.Random(4), torch.float64, kind="random"), calls_of(dist.group.WORLD.group_name)
     wanted, held, kept = experts.expected()[:1], [], []
     for schedule, keeps_tokens, has_gradients in itertools.product((COPIES, None), (False, True), (False, True)):
@@ -97,6 +101,15 @@ def without_gradients() -> None:
                 compare([layer(experts, weights, tokens, schedule=schedule, keeps_tokens=keeps_tokens)], wanted, 1e-12)
         held.append(ops.pool_report()[0].num_bytes)
         kept.append(counted.most_kept_bytes)
+    gc.disable()
+    tokens, weights = experts.own()
+    rows = tokens.detach().clone()
+    known = weakref.ref(rows)
+    with torch.no_grad():
+        ops.expert_ffn(rows, experts.counts[experts.rank], *weights)
+    del rows
+    assert known() is None, "only Python's search for cycles would free it"
+    gc.enable()
     assert not any(kept[::2]), kept
     assert all(kept[1::2]), kept
     assert held[0] == held[2] == held[3] < held[1], "only tokens that are sent again need more"
