@@ -76,15 +76,22 @@ class SharedExperts:
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run_layer(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        """Run the layer, and record its tokens first; results left by an error are dropped.
+        """Run the layer, and record its tokens first; results left by an error are dropped, as where checkpointing ends a
+        recomputation that has all it needs.
 
         No hook of the layer does that, because such a hook may run outside of a checkpoint that holds the layer.
         """
         self._ready = None
         given = inputs[0] if inputs else None
         self._tokens = given if isinstance(given, torch.Tensor) and not isinstance(given, DTensor) else None
-        self._recording = None if torch.compiler.is_compiling() else recording()
-        return self._forward_layer(*inputs, **named)
+        if torch.compiler.is_compiling():  # a graph cannot break within a try statement
+            self._recording = None
+            return self._forward_layer(*inputs, **named)
+        self._recording = recording()
+        try:
+            return self._forward_layer(*inputs, **named)
+        finally:
+            self._ready = self._tokens = self._recording = None
 
     def compute(self) -> None:
         """Compute now what the layer will ask for."""
