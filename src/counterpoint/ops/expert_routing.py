@@ -192,8 +192,9 @@ def _lengths(ends: Sequence[int]) -> tuple[int, ...]:
 
 class Called(NamedTuple):
     """A call: the operator, its tokens, the number of tokens of each expert, and what all ranks must agree on: the sizes
-    of experts, how many a rank holds first, the schedule, whether tokens are kept, and whether something is computed beside.
-    `is_checkpointed`: whether it runs under activation checkpointing. `has_gradients`: whether it may have a backward pass.
+    of experts, how many a rank holds first, the schedule, whether tokens are kept, whether something is computed beside, and
+    whether matmuls are in fp8. `is_checkpointed`: whether it runs under activation checkpointing. `has_gradients`: whether
+    it may have a backward pass.
     """
 
     operator: str
@@ -203,6 +204,7 @@ class Called(NamedTuple):
     schedule: ScheduleDescription | None
     keeps_tokens: bool = False
     has_beside: bool = False
+    is_fp8: bool = False
     has_gradients: bool = True
     is_checkpointed: bool = False
 
@@ -210,7 +212,7 @@ class Called(NamedTuple):
         """Describe the call for the other ranks."""
         named = f" with {msgspec.json.encode(self.schedule).decode()}" if self.schedule else ""
         kept = " keeping tokens" * self.keeps_tokens + " beside something else" * self.has_beside
-        kept += " under checkpointing" * self.is_checkpointed
+        kept += " in fp8" * self.is_fp8 + " under checkpointing" * self.is_checkpointed
         return f"{words_of(self.operator, self.sizes, self.tokens.dtype)}{named}{kept}"
 
 
@@ -290,8 +292,8 @@ def _counts_given(runtime: Runtime, call: Called) -> torch.Tensor:
         counts = torch.as_tensor(call.counts)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         counts = None
-    if counts is None or counts.is_complex():
-        found = type(call.counts).__name__ if counts is None else counts.dtype
+    if counts is None or counts.is_complex() or counts.layout != torch.strided:
+        found = type(call.counts).__name__ if counts is None else counts.dtype if counts.is_complex() else counts.layout
         runtime.refuse(f"{call.operator} takes whole numbers as counts; found {found}. Count the rows of every expert.")
     num_experts = int(runtime.group.size()) * call.sizes[0]
     if counts.shape != (num_experts,):
@@ -308,7 +310,10 @@ def _as_whole(counts: torch.Tensor) -> torch.Tensor:
     without a wait of this one's host.
     """
     whole = counts.to(torch.int64)
-    return torch.where(whole == counts, whole, NOT_WHOLE) if counts.is_floating_point() else whole
+    if not counts.is_floating_point():
+        return whole
+    given = counts if counts.itemsize > 1 else counts.float()  # types of 8 bits cannot be compared with others
+    return torch.where(whole == given, whole, NOT_WHOLE)
 
 
 def route_again(runtime: Runtime, call: Called, gathered: torch.Tensor) -> ExpertRouting:

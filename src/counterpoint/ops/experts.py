@@ -79,9 +79,9 @@ def expert_ffn(
     if problem:
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
-    has_gradients = _have_gradients(tokens, *weights, *added)
+    has_beside, has_gradients = beside is not None, _have_gradients(tokens, *weights, *added)
     called = Called(
-        "expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, beside is not None, has_gradients
+        "expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, has_beside, is_fp8, has_gradients
     )
     call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8)
     found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)

@@ -452,6 +452,10 @@ def faults() -> None:
         w1 = torch.ones(2, hidden, DIM, dtype=torch.float64)
         ops.expert_ffn(rows, counts, w1, w1.mT if w2 is None else w2, **more)  # type: ignore[arg-type]
 
+    def call_in_bf16(*, is_fp8: bool) -> None:
+        w1 = torch.ones(2, 16, 16, dtype=torch.bfloat16)
+        ops.expert_ffn(torch.ones(sum(counts), 16, dtype=torch.bfloat16), counts, w1, w1, is_fp8=is_fp8)
+
     def second_half(weights: torch.Tensor | None) -> None:
         groups, routing = ops.dispatch_grouped_matmul(tokens, counts, torch.ones(2, 4, DIM, dtype=torch.float64))
         ops.grouped_matmul_combine(groups, weights, routing)  # type: ignore[arg-type]
@@ -462,6 +466,9 @@ def faults() -> None:
         "counts that wrap around": lambda: call(1, counts=wrapping if is_wrong else counts),
         "fractions": lambda: call(1, counts=torch.tensor(counts) + 0.25 * is_wrong),
         "no number": lambda: call(1, counts=torch.tensor([*counts[1:], math.nan]) if is_wrong else counts),
+        "whole numbers of 8 bits": lambda: call(1, counts=torch.tensor(counts).to(torch.float8_e5m2)),
+        "sparse counts": lambda: call(18, counts=torch.tensor(counts).to_sparse() if is_wrong else counts),
+        "fp8 differs": lambda: call_in_bf16(is_fp8=is_wrong),
         "no counts": lambda: call(14, counts=None if is_wrong else counts),
         "counts in a matrix": lambda: call(15, counts=[counts] if is_wrong else counts),
         "whole numbers of another type": lambda: call(1, counts=torch.tensor(counts).float()),
