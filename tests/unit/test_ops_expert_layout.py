@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 from hypothesis import given, settings
@@ -240,6 +240,25 @@ def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_com
     expert_routing._learn("a layer", found, called, 512)
     expected = experts.expected.next("a layer")
     assert (expected and expected.first) == first
+
+
+def test_a_product_without_memory_is_left_to_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(rows: object, _weights: object, _ends: object) -> object:
+        if len(rows) > 3:
+            raise torch.OutOfMemoryError
+        return rows
+
+    monkeypatch.setattr(expert_ahead, "multiply_grouped", multiply)
+    exchange = MagicMock(region=lambda _region, _format, num_rows: torch.zeros(num_rows, 4))
+    expected = expert_ahead.Expected(8, FirstRows((3, 3), 2, sends_rest=True))
+    sent = expert_ahead.AheadDispatch(exchange, torch.zeros(2, 4), [torch.zeros(1, 4, 4)], expected, 0)
+    exchange.send_ahead.return_value = torch.tensor([6], dtype=torch.int32)
+    sent.send(torch.zeros(2, 5, dtype=torch.int64))
+    sent.multiply()
+    counts = np.full((2, 2, 1), 3)
+    sent.settle(SimpleNamespace(layout=layouts.ExpertLayout(counts, 0, 2, firsts=(3, 3)), sorting=SimpleNamespace()))
+    assert sent.product(0, 0).shape == (3, 4)
+    assert sent.product(1, 0) is None
 
 
 def test_a_call_that_has_taught_what_it_can_is_freed_at_once() -> None:

@@ -137,7 +137,7 @@ class AheadDispatch(AbstractDispatch):
         if self._weights:
             stop = start + self._expected.padded(stop - start, ends.shape[0])
             rows = self._exchange.region(ExpertRegion.DISPATCH, self.format, stop)[start:]
-            self._products.append([multiply_grouped(rows, each.mT, ends) for each in self._weights])
+            self._products.append([_multiplied(rows, each, ends) for each in self._weights])
 
     def settle(self, rows: Rows) -> bool:
         """Return whether the rows are there, now that the host knows how many they are; if not, it gives them up."""
@@ -200,3 +200,11 @@ class AheadDispatch(AbstractDispatch):
             self._others.join()
         self._exchange.end_ahead()
         self._has_ended = True
+
+
+def _multiplied(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+    """Return the product if there is memory for it: it has rows to spare, and groups that are multiplied later have none."""
+    try:
+        return multiply_grouped(rows, weights.mT, ends)
+    except torch.OutOfMemoryError:
+        return None

@@ -52,10 +52,14 @@ class ExpertGroup:
             self._agreed.clear()
         self._agreed.add(words)
 
+    def is_refused(self, needed: Needed) -> bool:
+        """Return whether so much symmetric memory was not available before."""
+        return bool(self.refused_bytes) and sum(needed.values()) >= self.refused_bytes
+
     def reserve(self, needed: Needed) -> bool:
         """Reserve symmetric memory for copies, all ranks together, and return whether every rank has it."""
         num_bytes = sum(needed.values())
-        if self.copies is None or (self.refused_bytes and num_bytes >= self.refused_bytes):
+        if self.copies is None or self.is_refused(needed):
             return False
         try:
             self.copies.reserve(needed)

@@ -133,7 +133,7 @@ class ExpertRouting:
             return experts.library
         if self.num_pieces:
             needed, was_refused = needed_bytes(rows, regions), experts.refused_bytes
-            if self.ahead is not None and not experts.copies.holds(needed):
+            if self.ahead is not None and not (experts.is_refused(needed) or experts.copies.holds(needed)):
                 self.drop()  # the memory of its rows is about to be replaced
             if experts.reserve(needed):
                 return experts.copies

@@ -7,8 +7,8 @@ import os
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from counterpoint.errors import CounterpointError, RefusedTogetherError
 from counterpoint.integrations import expert_parallel
 from counterpoint.ops import expert_passes, expert_routing
 from counterpoint.ops.expert_ahead import AheadDispatch
-from counterpoint.ops.expert_exchange import ExpertRegion
+from counterpoint.ops.expert_exchange import ExpertRegion, Needed
 from counterpoint.ops.expert_messages import ExpertMessages, Mail
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import all_runtimes
@@ -373,7 +373,26 @@ def ahead() -> None:
                 found = [checkpoint(partial(both_halves, each, of), rows, use_reentrant=False) for each, rows, of in layers]
                 torch.autograd.backward(found, [each.gradients[each.rank] for each, *_ in layers])
                 compare([rows.grad for _, rows, _ in layers], [each.expected()[1] for each, *_ in layers], 1e-12)
+    ops.release()
+    with patch.object(expert_routing, "pick_pieces", lambda *_, **__: 3), without_memory_for_results():
+        check(few, sent=0)
+        check(few, sent=1)  # the library returns the results
+    ops.release()
     report("ahead")
+
+
+@contextmanager
+def without_memory_for_results() -> Iterator[None]:
+    """No rank has symmetric memory for results that return; it has for tokens."""
+    reserve = ExpertMessages.reserve
+
+    def reserved(exchange: ExpertMessages, needed: Needed) -> None:
+        if ExpertRegion.COMBINE in needed:
+            raise RefusedTogetherError("Rank 1 of the group: there is no more")
+        reserve(exchange, needed)
+
+    with patch.object(ExpertMessages, "reserve", reserved):
+        yield
 
 
 def error_of_one_rank() -> None:
