@@ -1,6 +1,6 @@
 """The operators of experts between processes of this machine's CPU: results, gradients, skewed routings, memory, faults.
 
-What each section holds is in `helpers/jobs/experts_on_cpu.py`.
+What each section holds is in `helpers/jobs/experts_on_cpu.py` and `expert_faults_on_cpu.py`.
 """
 
 from pathlib import Path
@@ -65,14 +65,14 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
         "after all that": "ok",
         "refused when agreed": "Rank 1 of the group: expert_ffn needs a count for each of 4 experts",
     }
-    for lines in lines_of(run_ranks("experts_on_cpu", 2, "faults", folder=tmp_path)):
+    for lines in lines_of(run_ranks("expert_faults_on_cpu", 2, "faults", folder=tmp_path)):
         found = said(lines)
         assert set(found) == set(says)
         assert {name: words for name, words in says.items() if words not in found[name]} == {}
 
 
 def test_a_rank_that_ends_between_the_halves_is_one_line(tmp_path: Path) -> None:
-    first, _ = lines_of(run_ranks("experts_on_cpu", 2, "a_rank_ends", folder=tmp_path))
+    first, _ = lines_of(run_ranks("expert_faults_on_cpu", 2, "a_rank_ends", folder=tmp_path))
     assert said(first)["a rank ends"].startswith(
         "A rank of the group did not exchange the rows of its experts in time, or ended"
     )
