@@ -17,6 +17,7 @@ OF_ANY = (
     "types",
     "partly_frozen",
     "without_gradients",
+    "after_inference",
     "activations",
     "biases",
     "in_order",

@@ -203,7 +203,8 @@ def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor
     """
     memory, problem = torch.empty(0, dtype=torch.uint8), ""
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # later calls write to it in any mode
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
     except RuntimeError as error:
         problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
     agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))

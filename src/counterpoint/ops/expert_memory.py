@@ -40,7 +40,8 @@ class RegionSizes:
         found = self._views.get((region, rows))
         if found is None:
             start, num_rows = self.start(region), self._sizes[region] // max(1, rows.num_bytes)
-            found = memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
+            with torch.inference_mode(mode=False):  # later calls write to it in any mode
+                found = memory[start : start + num_rows * rows.num_bytes].view(rows.dtype).view(num_rows, rows.num_columns)
             self._views[region, rows] = found
         return found
 

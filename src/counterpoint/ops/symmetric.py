@@ -22,7 +22,8 @@ class SymmetricMemory:
     def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
         problem = ""
         try:
-            self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(mode=False):  # later calls write to it in any mode
+                self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = (
                 f"{format_bytes(num_bytes)} of symmetric memory cannot be allocated ({cause_of(error, 160)}). "

@@ -115,6 +115,19 @@ def without_gradients() -> None:
     report("without gradients")
 
 
+def after_inference() -> None:
+    """Calls in inference mode get the memory that later calls in training write to."""
+    experts = Experts(random.Random(4), torch.float64, kind="random")
+    (tokens, weights), wanted = experts.own(), experts.expected()
+    for schedule in (COPIES, None):
+        ops.release()
+        for _ in range(2):
+            with torch.inference_mode():
+                compare([whole_layer(experts, weights, tokens, schedule=schedule)], wanted[:1], 1e-12)
+            compare(experts.found(schedule), wanted, 1e-12)
+    report("after inference")
+
+
 def activations() -> None:
     """Without w3, and a function of the caller's."""
     experts = Experts(random.Random(6), torch.float64, kind="random")
