@@ -123,8 +123,8 @@ def after_inference() -> None:
         ops.release()
         for _ in range(2):
             with torch.inference_mode():
-                compare([whole_layer(experts, weights, tokens, schedule=schedule)], wanted[:1], 1e-12)
-            compare(experts.found(schedule), wanted, 1e-12)
+                compare([both_halves(experts, weights, tokens, schedule=schedule)], wanted[:1], 1e-12)
+            compare(experts.found_by_halves(schedule), wanted, 1e-12)
     report("after inference")
 
 
