@@ -5,7 +5,6 @@ for each expert that has rows. Both give the same bits in every run. In fp8, GPU
 have none; they multiply the rounded numbers in single precision, so that tests without GPUs check the rounding.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -127,8 +126,9 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 @cache
 def can_spare_sms() -> bool:
-    """Return whether torch's grouped matmul can leave SMs to other kernels. torch warns once that this is experimental."""
-    warnings.filterwarnings("ignore", message="Setting the SM carveout")
+    """Return whether torch's grouped matmul can leave SMs to other kernels. torch prints once that this is experimental, and
+    no filter of Python hides that line.
+    """
     return hasattr(torch._C, "_set_sm_carveout_experimental")
 
 
