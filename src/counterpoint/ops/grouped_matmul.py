@@ -128,8 +128,8 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 @cache
 def can_spare_sms(device: torch.device) -> bool:
-    """Return whether torch's grouped matmul is one kernel on this GPU and can leave SMs to others. torch warns once that this
-    is experimental.
+    """Return whether torch's grouped matmul is one kernel on this GPU that can leave SMs to others. torch warns once that
+    this is experimental.
     """
     warnings.filterwarnings("ignore", message="Setting the SM carveout")
     return hasattr(torch._C, "_set_sm_carveout_experimental") and _has_grouped_kernel(device)
