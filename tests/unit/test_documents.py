@@ -140,7 +140,8 @@ def test_a_row_is_of_a_table(document: Path) -> None:
     """Rows without a header, as below a blank line within a table, would be shown as text with bars."""
     for table in TABLE.findall(FENCE.sub("", document.read_text())):
         rows = table.splitlines()
-        assert len(rows) > 2 and set(rows[1]) <= set("|-: "), rows[0]
+        assert len(rows) > 2, rows[0]
+        assert set(rows[1]) <= set("|-: "), rows[0]
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if page.name not in NO_PROSE], ids=name_of)
