@@ -180,6 +180,9 @@ def _as_told(text: str) -> str:
 def _instead(name: str, types: Sequence[inspect.Type]) -> str:
     """Suggest what to write in place of an unknown field."""
     structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
+    for kind in structs:
+        if instead := getattr(kind.cls, "OTHER_FILES", {}).get(name):
+            return str(instead)
     fields = [field.encode_name for kind in structs for field in kind.fields]
     close = nearest(name, fields)
     if close:

@@ -5,6 +5,7 @@ A value is frozen, built by keyword, checked when built, comparable, printable, 
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from counterpoint.mismatch import describe_mismatch, place_of
 
 PACKAGE = Path(__file__).parent  # found so, since importlib.resources would take a fifth of `import counterpoint`
 T = TypeVar("T")
+_COMPRESSED = "compressed; give the TOML text itself (gunzip)."
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -71,7 +73,9 @@ def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -
     content = bytes(read_limited(path, error, "give a TOML file"))
     try:
         require(bool(content.strip()), error, "the file is empty; make it again.")  # an empty file would be a valid plan
-        require(not content.startswith(GZIP_MAGIC), error, "the file is compressed; give the TOML text itself (gunzip).")
+        if content.startswith(GZIP_MAGIC):
+            kind_of_text = "compressed JSON, as traces are; give a TOML file." if _holds_json(content) else _COMPRESSED
+            raise error(f"the file is {kind_of_text}")
         require(not content.lstrip().startswith(b"{"), error, "the file is JSON; give a TOML file.")
         return msgspec.toml.decode(content, type=kind)
     except UnicodeDecodeError as problem:
@@ -84,6 +88,13 @@ def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -
         raise error(f"{shown_path(path)}: {_mismatch(problem, kind, content)}") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: huge numbers or endless nesting
         raise error(f"{shown_path(path)} is not TOML: {problem}. Correct it there, or make the file again.") from problem
+
+
+def _holds_json(packed: bytes) -> bool:
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(packed, MOST_LETTERS).lstrip().startswith(b"{")
+    except zlib.error:
+        return False
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from counterpoint.cluster.description import load_cluster
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
 from counterpoint.cluster.sweep_store import SweepStore, check_store
@@ -56,6 +57,11 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
 def test_a_cluster_file_without_a_sweep_is_told_so() -> None:
     with pytest.raises(MachineError, match=r"the file has no \[sweep\] table\. Add it\."):
         load_sweep(BASE.with_name("h100_4096.toml"))
+
+
+def test_a_sweep_given_as_a_cluster_file_is_told_so() -> None:
+    with pytest.raises(MachineError, match=r"no field 'sweep'\. It is a sweep file: estimate it with"):
+        load_cluster(BASE)
 
 
 def test_rows_of_another_sweep_are_refused(tmp_path: Path) -> None:

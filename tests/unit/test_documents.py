@@ -19,6 +19,7 @@ NO_PROSE = ("log.md", "python.md")  # a history, and names whose text is in thei
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BELOW = re.compile(r"^```\n+```text\n", re.MULTILINE)
 TITLE = re.compile(r'title="([^"]*)"')
+TABLE = re.compile(r"^(?:\|.*\n)+", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 LANGUAGES = {  # what becomes of a block
     "python": "runs, in order with the page's other ones",
@@ -132,6 +133,15 @@ def test_links_lead_to_files_and_addresses_are_well_formed(document: Path) -> No
         address = urlsplit(target)
         assert address.scheme == "https", target
         assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", address.netloc), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_a_row_is_of_a_table(document: Path) -> None:
+    """Rows without a header, as below a blank line within a table, would be shown as text with bars."""
+    for table in TABLE.findall(FENCE.sub("", document.read_text())):
+        rows = table.splitlines()
+        assert len(rows) > 2, rows[0]
+        assert set(rows[1]) <= set("|-: "), rows[0]
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if page.name not in NO_PROSE], ids=name_of)

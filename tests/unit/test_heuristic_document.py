@@ -100,6 +100,12 @@ def test_the_page_says_how_many_of_the_shapes_of_all_seeds_are_picked_well(store
     assert (
         f"mean regret of {100 * regret:.1f} % and {100 * max(each['worst_regret'] for each in seeds):.1f} % at worst" in text
     )
+    results, operators = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("results.md", "ops.md"))
+    assert f"in {near} of {num_cases} cases, and takes {100 * regret:.1f} % longer on average" in results
+    on_four = [found for name, found in stored["figures"].items() if name.startswith("seed") and "4 GPUs" in name]
+    slower, num_on_four = (sum(found[name] for found in on_four) for name in ("slower_than_peer", "cases"))
+    assert f"slower in {slower} of these {num_on_four} cases" in results
+    assert f"slower in {slower} of {num_on_four} cases" in operators
     near, num_cases, regret = then["within_one_percent"], then["cases"], then["mean_regret"]
     assert f"within 1 % in {near} of {num_cases}, with a mean regret of {100 * regret:.1f} %" in text
 

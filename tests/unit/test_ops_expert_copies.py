@@ -218,6 +218,15 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
                 check_parts(each, every[rank], num_first, sends_rest=sends_rest)
 
 
+def test_the_rest_goes_beside_a_grouped_matmul_only(copies: Any) -> None:
+    formats = importlib.import_module("counterpoint.ops.expert_exchange").RowFormat
+    exchange = object.__new__(copies.ExpertCopies)
+    for exchange._spare_sms in (True, False):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found = exchange.can_send_rest(formats(8, dtype, torch.device("cpu")))
+            assert found == (exchange._spare_sms and dtype == torch.bfloat16)
+
+
 def check_group(layout: Any, number: int, dispatch: Any, tokens: list[Any]) -> Any:
     """Return a group's rows, which have arrived from all ranks."""
     arrived, start = dispatch.group(number), layout.groups[number].rows.start

@@ -233,8 +233,8 @@ def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_com
 ) -> None:
     counts = np.array([[[1, 2, 3, 4], [2, 2, 2, 3]]] * 2)
     layout = layouts.ExpertLayout(counts, 0, 4, firsts=(3, 5))
-    experts = SimpleNamespace(expected=expert_ahead.ExpectedRows(), copies=SimpleNamespace(can_send_rest=True))
-    called = SimpleNamespace(has_beside=False, is_checkpointed=False)
+    experts = SimpleNamespace(expected=expert_ahead.ExpectedRows(), copies=SimpleNamespace(can_send_rest=lambda _: True))
+    called = SimpleNamespace(has_beside=False, is_checkpointed=False, tokens=torch.empty(1, 1))
     found = SimpleNamespace(layout=layout, num_pieces=4, pair_bytes=num_mib * MIB, has_gradients=has_gradients)
     found.runtime = SimpleNamespace(experts=lambda: experts)
     expert_routing._learn("a layer", found, called, 512)

@@ -293,6 +293,16 @@ def test_a_command_that_cannot_run_is_one_line_and_exit_code_2(command: list[str
     assert ended.stderr.count("\n") == 1
 
 
+def test_a_script_without_its_interpreter_is_one_line_that_says_how_to_start_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print(1)")
+    ended = run("train.py")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "as in python train.py" in ended.stderr
+
+
 def test_a_file_that_is_no_program_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     plain, odd = tmp_path / "plain", tmp_path / "odd"
     plain.write_text("data")

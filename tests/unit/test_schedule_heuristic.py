@@ -13,7 +13,7 @@ from benchmarks.ops_shapes import GEMMS, Gemm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from counterpoint.machine import Machine, load_machine
+from counterpoint.machine import Machine, load_machine, usual_element_type
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, heuristic, make_schedule
 from counterpoint.schedule.actions import Region
@@ -117,6 +117,22 @@ def test_no_link_carries_more_than_it_can_and_no_rank_uses_more_engines_than_it_
     for user, num_bytes in moved.items():
         rate = link.between(*user) if len(user) == 2 else link.bytes_per_s
         assert num_bytes / rate * 1e6 <= busy_us[user] + ROUNDING_US
+
+
+@pytest.mark.parametrize(
+    ("machine", "element_bytes", "is_slowed"), [(H200, 2, True), (H200, 1, True), (H200, 4, False), (MI300X, 2, False)]
+)
+def test_matmuls_at_the_power_limit_are_slower(machine: Machine, element_bytes: int, is_slowed: bool) -> None:
+    """Ten times as many multiplications take more than ten times as long, where the limit is known to act."""
+    peak = machine.matmul_flops_per_s(usual_element_type(element_bytes))
+    rows = 128 * round(0.0015 * peak / (2 * 8192 * 8192 * 128))
+    short_us, long_us = (
+        Clock(asked, machine).matmul_us(each, 8192, 8192)
+        for each in (rows, 10 * rows)
+        for asked in [problem(num_rows=each, num_inner=8192, num_columns=8192, element_bytes=element_bytes)]
+    )
+    least, most = (1.08, 1.15) if is_slowed else (0.94, 1.01)
+    assert least < long_us / (10 * short_us) < most
 
 
 @pytest.mark.parametrize("gemm", GEMMS, ids=lambda gemm: gemm.name)

@@ -37,6 +37,7 @@ def failure(path: Path | str) -> str:
         ("a.json", small_trace().text()[:500], "not whole JSON"),
         ("a.json", b"\xff\xfe\x00", "not whole JSON"),
         ("a.json", b"[1, 2, 3]", "not a profiler trace"),
+        ("plan.toml", b"verdict = 'GAIN'", "not a profiler trace: no format"),
         ("a.json", b'{"hello": 1}', "not a profiler trace"),
         ("a.json", b'{"traceEvents": 7}', "not a profiler trace"),
         ("a.json", b'{"traceEvents": []}', "no GPU activity"),

@@ -248,6 +248,27 @@ def test_shipped_bounds_hold_for_what_was_measured(shipped_outcomes: tuple[Outco
         assert sum(inside) >= 0.8 * len(inside), f"{basis}: run python -m benchmarks.validation --write"
 
 
+@pytest.mark.xdist_group("validation")
+def test_the_readme_compares_the_simulator_and_a_naive_model_on_the_same_rows(shipped_outcomes: tuple[Outcome, ...]) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    captured = [each.rows for whole in shipped_outcomes for each in whole.origins if each.origin == "captured steps"]
+    plain = [[row for row in rows if row.label == PLAIN] for rows in captured]
+    for rows_of_sets, before, between in (
+        (
+            captured,
+            "From captured steps, predictions are",
+            " % off in the mean. A naive model with a constant that is fitted to these cases is",
+        ),
+        (plain, "For plain overlap alone, predictions are", " % off, and this naive model"),
+    ):
+        ranges = [
+            sorted(100 * figures_of(rows, model).mean_error for rows in rows_of_sets)
+            for model in ("simulator", "best constant")
+        ]
+        ours, naive = (f"{found[0]:.0f} to {found[-1]:.0f}" for found in ranges)
+        assert f"{before} {ours}{between} {naive} %" in page
+
+
 @pytest.mark.parametrize(
     ("name", "num_gpus", "is_compared", "words"),
     [

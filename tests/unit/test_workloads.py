@@ -256,6 +256,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         load_workload("cb_ar")
 
 
+def test_a_cluster_file_given_as_a_workload_is_told_so() -> None:
+    with pytest.raises(WorkloadError, match="It is a cluster file: estimate it with `counterpoint simulate --cluster`"):
+        load_workload(Path(__file__).parents[2] / "examples" / "clusters" / "h100_4096.toml")
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"none\.toml: No such file"):
         load_workload(str(tmp_path / "none.toml"))

@@ -92,11 +92,24 @@ def waiting_experts(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if not _is_overlapped(each) and _is_served(each)]
 
 
+def why_none_waits(module: nn.Module) -> str:
+    """Return why `overlap` cannot take the first of the experts in the module that it cannot take; nothing without any."""
+    for name, each in module.named_modules():
+        if spread_by(each) and (reason := _refusal(each)):
+            return f"{name or 'the experts'}: {reason}"
+    return ""
+
+
 def _is_served(experts: nn.Module) -> bool:
-    framework = spread_by(experts)
-    if framework == "torchtitan":
-        return not isinstance(torchtitan_layout(experts), str)
-    return framework == "transformers" and not transformers_experts.refusal(experts)
+    return bool(spread_by(experts)) and not _refusal(experts)
+
+
+def _refusal(experts: nn.Module) -> str:
+    """Return why experts that a framework has spread cannot be taken, or nothing."""
+    if spread_by(experts) == "transformers":
+        return transformers_experts.refusal(experts)
+    found = torchtitan_layout(experts)
+    return found if isinstance(found, str) else ""
 
 
 def _take_torchtitan(

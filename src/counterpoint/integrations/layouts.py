@@ -88,6 +88,12 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
 
 
+def is_split(linear: nn.Linear) -> bool:
+    """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
+    hooks = *linear._forward_pre_hooks.values(), vars(linear).get("forward")
+    return any(isinstance(closure_of(hook).get("device_mesh"), DeviceMesh) for hook in hooks)
+
+
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
     """Return the one-dimensional mesh over which a linear was parallelized; None if it is unknown.
 

@@ -20,14 +20,15 @@ Overlapping = Literal["tensor_parallel", "expert_parallel"]
 
 
 class OverlapWay(NamedTuple):
-    """One integration: its target in words, the singular and plural of what it takes, how to find that in a model, and
-    how to take it.
+    """One integration: its target in words, the singular and plural of what it takes, how to find that in a model, why there
+    is none, and how to take it.
     """
 
     integration: Overlapping
     target: str
     nouns: tuple[str, str]
     waiting: Callable[[nn.Module], Sequence[nn.Module]]
+    why_none: Callable[[nn.Module], str]
     take: Callable[[nn.Module], Overlapped]
 
 
@@ -42,6 +43,7 @@ class PreparedOverlaps:
                 MATMULS,
                 ("tensor-parallel linear", MATMULS),
                 tensor_parallel.waiting_linears,
+                tensor_parallel.why_none_waits,
                 lambda root: tensor_parallel.overlap(root, schedule=given.schedule, is_on=False),
             ),
             OverlapWay(
@@ -49,6 +51,7 @@ class PreparedOverlaps:
                 EXPERTS,
                 ("layer of routed experts", "layers of routed experts"),
                 expert_parallel.waiting_experts,
+                expert_parallel.why_none_waits,
                 lambda root: expert_parallel.overlap(root, schedule=given.experts_schedule, is_on=False),
             ),
         )
@@ -61,6 +64,9 @@ class PreparedOverlaps:
         for root in roots:
             for each in self._integrations:
                 if not each.waiting(root):
+                    reason = each.why_none(root)
+                    if reason:
+                        self._refused.setdefault(each.integration, reason)
                     continue
                 try:
                     taken = each.take(root)

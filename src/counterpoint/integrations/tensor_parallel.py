@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations.layouts import LinearLayout, gathering_hook, is_sequence, linear_layout
+from counterpoint.integrations.layouts import LinearLayout, gathering_hook, is_sequence, is_split, linear_layout
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.integrations.parallel_linears import (
     AllReduceForward,
@@ -97,6 +97,14 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
     """Return the linears in the module that parallelize_module has split and that `overlap` has not taken."""
     linears = (each for each in module.modules() if _is_parallel(each) and not _is_overlapped(each))
     return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors as well
+
+
+def why_none_waits(module: nn.Module) -> str:
+    """Return why `overlap` cannot take the first of the linears in the module that it cannot take; nothing without any."""
+    for name, each in module.named_modules():
+        if _is_parallel(each) and is_split(each) and isinstance(reason := linear_layout(each), str):
+            return f"{name or 'the linear'}: {reason}"
+    return ""
 
 
 def _check_arguments(module: object, schedule: object) -> None:

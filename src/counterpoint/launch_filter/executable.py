@@ -44,6 +44,8 @@ def find_executable(command: tuple[str, ...], path: str | None = None) -> Path:
         raise LaunchFilterError(f"'{name}' is a folder, not a command. Name a program after --.")
     if os.path.exists(name) and os.sep in name:
         raise LaunchFilterError(f"'{name}' is not executable. Make it executable, or start it with its interpreter.")
+    if os.path.isfile(name):
+        raise LaunchFilterError(f"The file '{name}' is not a command. Start it with its interpreter, as in python {name}.")
     where = "" if path is None else f" in its PATH, '{path}'"
     raise LaunchFilterError(f"The command '{name}' was not found{where}. Check its name and the PATH.")
 

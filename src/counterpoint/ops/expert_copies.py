@@ -37,7 +37,7 @@ from counterpoint.ops.expert_exchange import (
     Rows,
 )
 from counterpoint.ops.expert_memory import RegionSizes
-from counterpoint.ops.grouped_matmul import can_spare_sms
+from counterpoint.ops.grouped_matmul import GROUPED_TYPE, can_spare_sms
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.streams import OnStream, stream_of
@@ -64,8 +64,8 @@ class ExpertCopies(AbstractExpertCopies):
         self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self.signals = NumberedSignals(group, device, agreement, NUM_FLAGS)
         self._watch = self.signals.flags.watch
-        found = set(agreement.exchange(bytes([has_triton(), can_spare_sms()])))
-        self._have_triton, self.can_send_rest = (all(each[number] for each in found) for number in range(2))
+        found = set(agreement.exchange(bytes([has_triton(), can_spare_sms(device)])))
+        self._have_triton, self._spare_sms = (all(each[number] for each in found) for number in range(2))
         self._order = CallOrder(self._watch, stream_of(group.group_name, device, "experts watch", WATCH_PRIORITY))
         self._placed: Placed | None = None  # own rows of the present call
         self._vectors: dict[tuple[int, ...], torch.Tensor] = {}
@@ -204,6 +204,10 @@ class ExpertCopies(AbstractExpertCopies):
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
         return self._have_triton and rows.num_bytes % VECTOR_BYTES == 0
+
+    def can_send_rest(self, rows: RowFormat) -> bool:
+        """See `AbstractExpertCopies.can_send_rest`. The matmul is torch's grouped one."""
+        return self._spare_sms and rows.dtype == GROUPED_TYPE
 
     def send_ahead(
         self, tokens: torch.Tensor, landed: torch.Tensor, gathered: torch.Tensor, first: FirstRows | None = None

@@ -206,11 +206,13 @@ class AbstractExpertCopies(AbstractExpertExchange):
 
     # what `expert_ahead.py` needs
 
-    can_send_rest: bool  # whether a second kernel can send rows beside the matmul of the first ones; the same on all ranks
-
     @abstractmethod
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """Return whether such rows can be sent before the host knows the counts; the same on all ranks."""
+
+    @abstractmethod
+    def can_send_rest(self, rows: RowFormat) -> bool:
+        """Return whether a second kernel can send the rest beside the matmul of first rows; the same on all ranks."""
 
     @abstractmethod
     def send_ahead(

@@ -272,8 +272,8 @@ def _learn(kind: str, found: ExpertRouting, call: Called, num_columns: int) -> N
     number = layout.num_groups
     if layout.firsts:  # its groups were given; how many they would be otherwise
         number = max(1, pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients))
-    can_send_rest = bool(num_columns) and experts.copies is not None and experts.copies.can_send_rest
-    share = first_share(num_columns, layout.num_ranks) if can_send_rest else 0.0
+    can_send_rest = experts.copies is not None and experts.copies.can_send_rest(RowFormat.of(call.tokens))
+    share = first_share(num_columns, layout.num_ranks) if can_send_rest and num_columns else 0.0
     num_groups = 1 if call.is_checkpointed else number
     sent = sent_ahead(found.pair_bytes, num_groups, share, has_beside=call.has_beside)
     if sent == "nothing":

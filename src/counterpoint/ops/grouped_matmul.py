@@ -15,6 +15,7 @@ import torch
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 LEAST_SCALE = 1e-12  # for rows of zeros
+GROUPED_TYPE = torch.bfloat16
 ALIGNMENT = 16  # alignment of rows in bytes for torch's grouped matmul
 # compute capabilities of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
@@ -125,11 +126,11 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 
 @cache
-def can_spare_sms() -> bool:
-    """Return whether torch's grouped matmul can leave SMs to other kernels. torch prints once that this is experimental, and
-    no filter of Python hides that line.
+def can_spare_sms(device: torch.device) -> bool:
+    """Return whether torch's grouped matmul is one kernel on this GPU that can leave SMs to others. torch prints once that
+    this is experimental, and no filter of Python hides that line.
     """
-    return hasattr(torch._C, "_set_sm_carveout_experimental")
+    return hasattr(torch._C, "_set_sm_carveout_experimental") and _has_grouped_kernel(device)
 
 
 @contextmanager
@@ -148,7 +149,7 @@ def is_grouped(*operands: torch.Tensor) -> bool:
     first = operands[0]
     return bool(
         first.is_cuda
-        and first.dtype == torch.bfloat16
+        and first.dtype == GROUPED_TYPE
         and _has_grouped_kernel(first.device)
         and all(_is_aligned(each) for each in operands)
     )

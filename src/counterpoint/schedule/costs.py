@@ -54,7 +54,7 @@ class Costs(Value, frozen=True, kw_only=True):
     full_clock_us: float = 2000.0
     power_limited_us: float = 6000.0
     # from 207 lone matmuls of more than 3 ms on 2 and 4 H200s: how much longer their multiplications take if the power limit
-    # sets the speed; assumed for other GPUs of NVIDIA, and left out for AMD's
+    # sets the speed; assumed for other GPUs of NVIDIA, and left out for AMD's. fp32 is not slowed; fp64 was not measured
     power_slowdown: float = 0.14
     # fitted to schedules: the share of idle SMs' loss that returns as clock speed if the power limit sets the
     # speed
@@ -127,7 +127,7 @@ class Clock:
         self.multiplied_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
         beyond = (self.multiplied_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
         limited = min(1.0, max(0.0, beyond))
-        if machine.gpu.vendor == "nvidia":
+        if machine.gpu.vendor == "nvidia" and problem.element_bytes <= 2:
             self._flops_per_us /= 1 + costs.power_slowdown * limited
         self.smoothing = costs.power_returned * limited
         beside = costs.beside_copies + limited * (costs.beside_copies_limited - costs.beside_copies)

@@ -57,8 +57,9 @@ def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | No
     head = first[:HEAD_BYTES]
     named = [each for each in FORMATS if path.name.lower().endswith(each.suffixes)]
     known = [each for each in FORMATS if each.knows(head)]
-    chosen = next(iter([*known, *named, *FORMATS]))
-    return chosen.read(path, chain([first], pieces))
+    possible = [*known, *named]
+    require(bool(possible), TraceError, f"{path} is not a profiler trace: no format of traces begins in this way; {remedy}.")
+    return possible[0].read(path, chain([first], pieces))
 
 
 def is_trace(source: str) -> bool:

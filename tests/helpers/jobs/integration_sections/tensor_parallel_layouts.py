@@ -14,6 +14,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
+from counterpoint.integrations.paths import Paths
+from counterpoint.integrations.prepared_overlaps import PreparedOverlaps
 from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close, refused
 from integration_sections.layered import gradients
@@ -195,6 +197,12 @@ def tensor_parallel_keeps_other_formulas() -> None:
     assert key not in mlp.down._forward_pre_hooks
     mlp.down._forward_pre_hooks[key] = removed
     assert_close(block_results(mlp, 1, num_tokens), wanted, 1e-12)
+    alone = parallelize_module(nn.Sequential(Doubled(64, 128)).to(DEVICE), mesh, {"0": ColwiseParallel()})
+    sharded = fully_shard(nn.Sequential(nn.Linear(64, 128)).to(DEVICE), mesh=mesh)
+    prepared = PreparedOverlaps(Paths(overlaps_matmuls=True))
+    prepared.prepare([alone, sharded])
+    (offer,) = prepared.offers()
+    assert offer.refusal.startswith("0: its forward is not that of torch.nn.Linear"), "`run` says why it takes nothing"
 
 
 class Sometimes(FeedForward):
