@@ -5,6 +5,7 @@ for each expert that has rows. Both give the same bits in every run. In fp8, GPU
 have none; they multiply the rounded numbers in single precision, so that tests without GPUs check the rounding.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -127,9 +128,10 @@ def weight_gradient(left: torch.Tensor, right: torch.Tensor, experts: ExpertRows
 
 @cache
 def can_spare_sms(device: torch.device) -> bool:
-    """Return whether torch's grouped matmul is one kernel on this GPU that can leave SMs to others. torch prints once that
-    this is experimental, and no filter of Python hides that line.
+    """Return whether torch's grouped matmul is one kernel on this GPU that can leave SMs to others. Within an operator torch
+    warns once, in Python, that this is experimental.
     """
+    warnings.filterwarnings("ignore", message="Setting the SM carveout")
     return hasattr(torch._C, "_set_sm_carveout_experimental") and _has_grouped_kernel(device)
 
 
