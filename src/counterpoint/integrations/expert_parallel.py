@@ -31,7 +31,7 @@ from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
 # OPERATORS: what a policy of selective checkpointing sees instead of all-to-alls. If it saves them, no token is sent again.
-__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts"]
+__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts", "why_none_waits"]
 
 NOUN = "expert layer"
 

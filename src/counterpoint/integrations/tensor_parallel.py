@@ -36,7 +36,7 @@ from counterpoint.ops import operators
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
-__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears"]
+__all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears", "why_none_waits"]
 
 # The operators that a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose
 # results it saves are not computed and communicated again in the backward pass
