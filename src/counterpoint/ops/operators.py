@@ -5,8 +5,12 @@ the shard is sent again while the gradient's matmul runs, which keeps the memory
 are passed by name and schedules as JSON text, because an operator's arguments must be plain.
 """
 
+import math
+from collections.abc import Callable, Sequence
+
 import msgspec
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.computation import multiply
@@ -285,3 +289,42 @@ all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathe
 matmul_reduce_scatter = Operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
 matmul_all_reduce = Operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
 all_to_all_matmul = Operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)
+
+
+# --- for torch's FlopCounterMode: two operations for each multiplication of this rank's matmuls ---
+
+Shape = Sequence[int]
+
+
+def _count(flops: Callable[..., int], *counted: Operator) -> None:
+    """Let the mode count these operators. It gives `flops` their arguments, with shapes in the place of tensors."""
+    register_flop_formula([getattr(torch.ops.counterpoint, each.name) for each in counted])(flops)
+
+
+def _gathered_flops(_shard: Shape, weights: Sequence[Shape], num_rows: int, *_: object, **__: object) -> int:
+    return 2 * num_rows * sum(map(math.prod, weights))
+
+
+def _gathered_backward_flops(
+    gradients: Sequence[Shape], _shard: Shape, weights: Sequence[Shape], *_: object, **__: object
+) -> int:
+    return 4 * gradients[0][0] * sum(map(math.prod, weights))
+
+
+def _multiplied_flops(left: Shape, weight: Shape, *_: object, **__: object) -> int:
+    return 2 * left[0] * math.prod(weight)
+
+
+def _multiplied_backward_flops(_gradient: Shape, left: Shape, weight: Shape, *_: object, **__: object) -> int:
+    return 4 * left[0] * math.prod(weight)
+
+
+def _added_flops(lefts: Sequence[Shape], weights: Sequence[Shape], *_: object, **__: object) -> int:
+    return sum(2 * left[0] * math.prod(weight) for left, weight in zip(lefts, weights, strict=True))
+
+
+_count(_gathered_flops, all_gather_matmul)
+_count(_gathered_backward_flops, all_gather_matmul_backward)
+_count(_multiplied_flops, matmul_reduce_scatter, matmul_all_reduce, all_to_all_matmul)
+_count(_multiplied_backward_flops, matmul_reduce_scatter_backward, all_to_all_matmul_backward)
+_count(_added_flops, matmuls_reduce_scatter)

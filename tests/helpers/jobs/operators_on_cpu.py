@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from counterpoint import ops
 from counterpoint.errors import CounterpointError
@@ -215,9 +216,9 @@ def looked_at() -> None:
     rank = dist.get_rank()
     for name, (operator, _) in OPERATORS.items():
         lefts, weights = operands(name, 24, torch.float64)
-        mode, profile = Seen(), torch.profiler.profile()
+        mode, counter, profile = Seen(), FlopCounterMode(display=False), torch.profiler.profile()
         found = []
-        for context in (nullcontext(), mode, profile):
+        for context in (nullcontext(), mode, counter, profile):
             left, weight = lefts[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
             with context:
                 product = operator(left, weight, schedule=D(chunks=2), **keywords(name, 24))
@@ -226,6 +227,7 @@ def looked_at() -> None:
         backward = set() if name == "matmul_all_reduce" else {f"counterpoint::{name}_backward"}
         for names in (mode.names, {entry.key for entry in profile.key_averages()}):
             assert {f"counterpoint::{name}", *backward} <= names, (name, names)
+        assert counter.get_total_flops() == 3 * 2 * 24 * INNER * COLUMNS, (name, counter.get_flop_counts())
         for other in found[1:]:
             assert all(torch.equal(one, same) for one, same in zip(found[0], other, strict=True)), name
         report(name)
