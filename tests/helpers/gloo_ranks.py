@@ -115,8 +115,12 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
 
 def lines_of(ended: list[Ended]) -> list[list[str]]:
     """What each rank printed; every rank must have ended well."""
-    for rank, each in enumerate(ended):
-        assert each.status == 0, f"rank {rank} ended with {each.status}: {each.output[-1000:]}{each.errors[-3000:]}"
+    failed = [
+        f"rank {rank} ended with {each.status}: {each.output[-1000:]}{each.errors[-3000:]}"
+        for rank, each in enumerate(ended)
+        if each.status
+    ]
+    assert not failed, "\n".join(failed)
     return [each.output.splitlines() for each in ended]
 
 
