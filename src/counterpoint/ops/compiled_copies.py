@@ -18,7 +18,6 @@ from counterpoint.ops.computation import half_precision_settings
 from counterpoint.ops.driver_calls import (
     Call,
     Issue,
-    StreamNumbers,
     await_flags,
     compute,
     copy_slice_to_peer,
@@ -33,7 +32,7 @@ from counterpoint.ops.driver_calls import (
 from counterpoint.ops.graph_cache import Key, Recordings, capture_or_disable
 from counterpoint.ops.launch_order import launch_behind
 from counterpoint.ops.signals import Flags
-from counterpoint.ops.streams import recording_stream_of, stream_of
+from counterpoint.ops.streams import StreamNumbers, numbers_of, recording_stream_of, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.ops.transport import AbstractCompiledSchedule, Layout, Tensors, Weights, view_of, with_slices
 from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buffer, CopySchedule
@@ -274,8 +273,3 @@ class CompiledCopies(AbstractCompiledSchedule):
 
     def _of_peers(self, flags: Sequence[Flag]) -> list[int]:
         return [self._shared.flags.of_peer(flag.number, flag.peer) for flag in flags]
-
-
-def numbers_of(stream: torch.cuda.Stream) -> StreamNumbers:
-    """Return the numbers by which torch identifies the stream."""
-    return stream.stream_id, stream.device_index, stream.device_type

@@ -6,11 +6,11 @@ Each is a single driver call or a call of torch, and looks up only what differs 
 
 from collections.abc import Callable, Sequence
 
-import torch
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import SUCCESS, Handle, check
 from counterpoint.ops.computation import bind_computation, rows_in
+from counterpoint.ops.streams import StreamNumbers, make_current
 from counterpoint.ops.transport import Tensors, Weights
 from counterpoint.schedule.actions import Region
 from counterpoint.schedule.program import Instruction
@@ -24,9 +24,6 @@ FLUSH = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 CAN_FLUSH = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
 NATIVE_ATOMICS = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED  # across NVLink, not PCIe
 MAX_MEMORY_OPERATIONS = 255  # most operations of one cuStreamBatchMemOp
-
-
-StreamNumbers = tuple[int, int, int]  # torch's identification of a stream: its number, its device's and the device type's
 
 
 class Call:
@@ -159,8 +156,7 @@ def use_stream(name: str) -> Issue:
     """Make a stream torch's current stream."""
 
     def issue(call: Call) -> None:
-        stream_id, device_index, device_type = call.streams[name]
-        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        make_current(call.streams[name])
 
     return issue
 

@@ -15,23 +15,32 @@ from typing import final
 
 import torch
 
+StreamNumbers = tuple[int, int, int]  # torch's identification of a stream: its number, its device's and the device type's
+
 
 @final
 class OnStream:
-    """Makes a stream current, as `torch.cuda.stream` does, in a third of the host's time: its device is the current one."""
+    """Makes a stream current, as `torch.cuda.stream` does, but does not look up devices: its device is the current one."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._numbers = stream.stream_id, stream.device_index, stream.device_type
+        self._numbers = numbers_of(stream)
 
     def __enter__(self) -> None:
-        self._former = torch._C._cuda_getCurrentStream(self._numbers[1])
-        _make_current(*self._numbers)
+        self._former: StreamNumbers = torch._C._cuda_getCurrentStream(self._numbers[1])
+        make_current(self._numbers)
 
     def __exit__(self, *_: object) -> None:
-        _make_current(*self._former)
+        make_current(self._former)
 
 
-def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
+def numbers_of(stream: torch.cuda.Stream) -> StreamNumbers:
+    """Return torch's identification of a stream."""
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def make_current(numbers: StreamNumbers) -> None:
+    """Make a stream torch's current stream."""
+    stream_id, device_index, device_type = numbers
     torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
