@@ -120,13 +120,11 @@ class Clock:
         self._pieces: dict[tuple[tuple[int, ...], int, int, bool], Piece] = {}
         self.signal_us, self.wait_us, self.call_us = costs.signal_us, costs.wait_us, costs.call_us
         self.copy_latency_us = costs.copy_us
-        self._is_exchange = problem.operation == "all_to_all_matmul"
-        self._collective_efficiency = _collective_efficiency(problem, costs)
+        self._collective_efficiencies = _collective_efficiencies(problem, costs)
         self._group_bytes_per_s = machine.link.group_bytes_per_s(problem.num_ranks)
         # the whole matmul's multiplications at full clock
         self.multiplied_us = 2 * problem.num_rows * problem.num_inner * problem.num_columns / self._flops_per_us
-        beyond = (self.multiplied_us - costs.full_clock_us) / (costs.power_limited_us - costs.full_clock_us)
-        limited = min(1.0, max(0.0, beyond))
+        limited = _share_between(self.multiplied_us, costs.full_clock_us, costs.power_limited_us)
         if machine.gpu.vendor == "nvidia" and problem.element_bytes <= 2:
             self._flops_per_us /= 1 + costs.power_slowdown * limited
         self.smoothing = costs.power_returned * limited
@@ -237,18 +235,24 @@ class Clock:
     def collective_us(self, num_elements: int) -> float:
         """Return the time of a library collective in which every rank receives this many elements."""
         costs, num_bytes = self._costs, self.num_bytes(num_elements)
-        efficiency = self._collective_efficiency
-        if self._is_exchange:
-            beyond = (num_bytes / MIB - costs.small_exchange_mib) / (costs.large_exchange_mib - costs.small_exchange_mib)
-            efficiency += min(1.0, max(0.0, beyond)) * (costs.large_exchange_efficiency - efficiency)
+        small, large = self._collective_efficiencies
+        efficiency = small + _share_between(num_bytes / MIB, costs.small_exchange_mib, costs.large_exchange_mib) * (
+            large - small
+        )
         return costs.collective_us + num_bytes / (efficiency * self._group_bytes_per_s) * US_PER_S
 
 
-def _collective_efficiency(problem: Problem, costs: Costs) -> float:
-    """Return the share of the link that the library's collective of an operator reaches."""
+def _collective_efficiencies(problem: Problem, costs: Costs) -> tuple[float, float]:
+    """Return the shares of the link that an operator's collective of the library reaches, small ones and large ones."""
     if problem.operation == "all_to_all_matmul":
-        return costs.exchange_efficiency
-    return costs.collective_efficiency_of_two if problem.num_ranks == 2 else costs.collective_efficiency
+        return costs.exchange_efficiency, costs.large_exchange_efficiency
+    reached = costs.collective_efficiency_of_two if problem.num_ranks == 2 else costs.collective_efficiency
+    return reached, reached
+
+
+def _share_between(value: float, least: float, most: float) -> float:
+    """Return where a value lies between two others: 0 up to the first one, 1 from the second one on."""
+    return min(1.0, max(0.0, (value - least) / (most - least)))
 
 
 def kernels_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
