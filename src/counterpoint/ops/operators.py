@@ -306,9 +306,9 @@ def _gathered_flops(_shard: Shape, weights: Sequence[Shape], num_rows: int, *_: 
 
 
 def _gathered_backward_flops(
-    gradients: Sequence[Shape], _shard: Shape, weights: Sequence[Shape], *_: object, **__: object
+    gradients: Sequence[Shape], shard: Shape, weights: Sequence[Shape], *_: object, **__: object
 ) -> int:
-    return 4 * gradients[0][0] * sum(map(math.prod, weights))
+    return 2 * _gathered_flops(shard, weights, gradients[0][0])
 
 
 def _multiplied_flops(left: Shape, weight: Shape, *_: object, **__: object) -> int:
@@ -316,11 +316,11 @@ def _multiplied_flops(left: Shape, weight: Shape, *_: object, **__: object) -> i
 
 
 def _multiplied_backward_flops(_gradient: Shape, left: Shape, weight: Shape, *_: object, **__: object) -> int:
-    return 4 * left[0] * math.prod(weight)
+    return 2 * _multiplied_flops(left, weight)
 
 
 def _added_flops(lefts: Sequence[Shape], weights: Sequence[Shape], *_: object, **__: object) -> int:
-    return sum(2 * left[0] * math.prod(weight) for left, weight in zip(lefts, weights, strict=True))
+    return sum(map(_multiplied_flops, lefts, weights))
 
 
 _count(_gathered_flops, all_gather_matmul)
