@@ -34,6 +34,7 @@ FLAG_BYTES = 4
 EXCHANGE = "exchange"  # the kind of a batch that sets flags and waits for others
 WORD = 2**32
 FAR = 2**20  # more calls than streams hold; the numbers of waits that the watchdog ends are nearer
+BatchKey = tuple[Handle, int, tuple[int, ...], tuple[int, ...]]  # the kind, the flag, the peers, and addresses of words
 Batch = tuple[list[Handle], list[Handle], list[Handle]]  # operations, and their fields for the call's number and for a value
 
 
@@ -118,7 +119,7 @@ class NumberedSignals:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement, num_flags: int) -> None:
         self._number = 0
         self.flags = Flags(group, device, agreement, [0] * num_flags, lambda: (self._number + FAR) % WORD)
-        self._batches: dict[tuple[Handle, int, tuple[int, ...], tuple[int, ...]], Batch] = {}  # built once, issued often
+        self._batches: dict[BatchKey, Batch] = {}  # built once, issued often
 
     def begin_call(self) -> None:
         """Count a call."""
@@ -126,32 +127,22 @@ class NumberedSignals:
 
     def raise_to(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
         """Set this rank's flag on these peers, after the stream's work."""
-        self._issue(WRITE, flag, peers, stream)
+        self._issue((WRITE, flag, peers, ()), stream)
 
     def wait(self, flag: int, peers: tuple[int, ...], stream: Handle) -> None:
         """Let the stream wait for the flags of these peers."""
-        self._issue(WAIT, flag, peers, stream)
+        self._issue((WAIT, flag, peers, ()), stream)
 
-    def exchange(
-        self, flag: int, peers: tuple[int, ...], stream: Handle, words: tuple[int, ...] = (), value: int = 0
-    ) -> None:
+    def exchange(self, flag: int, peers: tuple[int, ...], stream: Handle, words: tuple[int, ...], value: int) -> None:
         """Write `value` to the 64-bit words at these addresses, set this rank's flag on these peers, and wait for theirs:
         one request to the driver.
         """
-        self._issue(EXCHANGE, flag, peers, stream, words, value)
+        self._issue((EXCHANGE, flag, peers, words), stream, value)
 
-    def _issue(  # noqa: PLR0917  as `exchange` has them
-        self,
-        kind: Handle,
-        flag: int,
-        peers: tuple[int, ...],
-        stream: Handle,
-        words: tuple[int, ...] = (),
-        value: int = 0,
-    ) -> None:
-        batch = self._batches.get((kind, flag, peers, words))
+    def _issue(self, key: BatchKey, stream: Handle, value: int = 0) -> None:
+        batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[kind, flag, peers, words] = self._batch(kind, flag, peers, words)
+            batch = self._batches[key] = self._batch(*key)
         operations, numbers, values = batch
         for each in numbers:
             each.value = self._number
