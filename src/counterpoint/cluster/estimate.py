@@ -275,7 +275,9 @@ class _StepEstimator:
         return self._in_one_piece_us(kind, self._training.gradient_bytes)
 
     def _in_one_piece_us(self, kind: CollectiveKind, element_bytes: int) -> float:
-        """Of all parameters of a stage: those of experts go to the ranks that hold the same experts."""
+        """Return the time of one collective of all parameters of a stage; those of experts travel among the ranks that hold
+        the same experts.
+        """
         dense, experts = self._parameters.dense * element_bytes, self._parameters.experts * element_bytes
         return self._collective_us(kind, dense, DATA_GROUP) + self._collective_us(kind, experts, EXPERT_DATA_GROUP)
 

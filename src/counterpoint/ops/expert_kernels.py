@@ -57,7 +57,7 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what
 
 
 def num_blocks(number: int, size: int) -> int:
-    """Return how many blocks of a size hold a number; Triton's own function takes the host 3 us."""
+    """Return how many blocks of a size hold a number; Triton's own function is for kernels, and slower on the host."""
     return -(-number // size)
 
 

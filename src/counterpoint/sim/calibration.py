@@ -54,11 +54,11 @@ def _require_positive(entry: "AnyConstant") -> None:
     for name in entry.__struct_fields__:
         figure = getattr(entry, name)
         if isinstance(figure, float | int):
-            least = "0 or more" if name in ("spread", "latency_us", "latency_weight") else "above 0"
+            may_be_zero = name in ("spread", "latency_us", "latency_weight")
             require(
-                0 <= figure < ABSURD_FIGURE and (figure > 0 or least != "above 0"),
+                0 <= figure < ABSURD_FIGURE and (may_be_zero or figure > 0),
                 MachineError,
-                f"{name} must be {least} and below {ABSURD_FIGURE:g}; found {figure:g}",
+                f"{name} must be {'0 or more' if may_be_zero else 'above 0'} and below {ABSURD_FIGURE:g}; found {figure:g}",
             )
 
 
