@@ -7,7 +7,7 @@ import importlib
 import itertools
 import random
 import sys
-from collections import defaultdict, deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import ModuleType
@@ -16,10 +16,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from helpers.expert_streams_double import ModelledRank, Streams
+
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 WIDTH = 36  # numbers in a row
-OWN_COUNTS = -1  # the address of this rank's counts
 
 
 @pytest.fixture
@@ -34,10 +35,14 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, f"cuda.bindings.{name}", getattr(bindings, name))
     before = dict(sys.modules)
     module = importlib.import_module("counterpoint.ops.expert_copies")
-    monkeypatch.setattr(module, "has_triton", lambda: False)
-    monkeypatch.setattr(module, "check", lambda *_: None)
+    results = importlib.import_module("counterpoint.ops.expert_results")
     monkeypatch.setattr(module, "OnStream", nullcontext)
-    monkeypatch.setattr(module, "copy_bytes", lambda target, source, num_bytes, _: ctypes.memmove(target, source, num_bytes))
+    for part in (module, results):
+        monkeypatch.setattr(part, "has_triton", lambda: False)
+        monkeypatch.setattr(part, "check", lambda *_: None)
+        monkeypatch.setattr(part, "new_event", lambda: [None])
+        monkeypatch.setattr(part, "copy_bytes", lambda target, source, size, _: ctypes.memmove(target, source, size))
+    monkeypatch.setattr(module, "results_module", results, raising=False)
     yield module
     for name in set(sys.modules) - set(before):
         del sys.modules[name]
@@ -48,11 +53,11 @@ class Group:
 
     def __init__(self, num_ranks: int, num_flags: int, most_rows: int) -> None:
         self.flags, self.number = np.zeros((num_ranks, num_flags, num_ranks), dtype=int), 0
-        self.memory = [torch.empty(3, most_rows, WIDTH) for _ in range(num_ranks)]
+        self.memory = [torch.empty(3, most_rows + 16, WIDTH) for _ in range(num_ranks)]  # with room for rounded results
 
 
 class Exchange:
-    """One rank's `ExpertCopies`, without streams."""
+    """One rank's `ExpertCopies`, and its streams. Only what fetches results waits, until it is joined."""
 
     ready, counted, awaits_peers = "ready", "counted", False
 
@@ -60,11 +65,15 @@ class Exchange:
         self._group, self._rank, self.rank = group, rank, rank
         self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
         self._order, self._num_ranks, self.device = MagicMock(), len(group.memory), "cpu"
-        self._placed, self._vectors, self._ends = None, {}, {"by kernel": None}
-        self.signals = self.blocks = self
+        self._placed, self._vectors, self.ends = None, {}, {"by kernel": None}
+        self.signals = self.blocks = self.streams = self
+        self._fetches: list[Callable[[], None]] = []
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
-    def wait(self, flag: int, peers: tuple[int, ...], _stream: object) -> None:
+    def wait(self, flag: int, peers: tuple[int, ...], stream: str | None) -> None:
+        if stream and stream.startswith("from"):
+            self._fetches.append(lambda: self.wait(flag, peers, None))
+            return
         for peer in peers:
             assert self._group.flags[self._rank, flag, peer] >= self._group.number, "on a GPU the stream would wait for ever"
 
@@ -78,15 +87,32 @@ class Exchange:
     def region(self, region: int, _rows: object, num_rows: int) -> Any:
         return self._group.memory[self._rank][region, :num_rows]
 
-    def copy(self, blocks: Any, _stream: object) -> None:
+    def copy(self, blocks: Any, stream: str) -> None:
+        if stream.startswith("from"):
+            self._fetches.append(lambda: self.copy(blocks, ""))
+            return
         for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True):
             ctypes.memmove(target, source, num_bytes)
 
     def current(self) -> None: ...
-    def copy_stream(self, _name: str) -> None: ...
-    def _torch_stream(self, _name: str) -> None: ...
-    def join(self, _names: object) -> None: ...
-    def mark(self) -> None: ...
+    def as_torch(self, _name: str) -> None: ...
+    def follow(self, _name: str, _event: object) -> None: ...
+    def named(self, name: str) -> str:
+        return name
+
+    def join(self, _names: object) -> None:
+        for act in self._fetches:
+            act()
+        self._fetches.clear()
+
+
+def combine_of(copies: Any, exchange: Exchange, rows: Any) -> Any:
+    """Return a combine and its memory for results."""
+    pool = MagicMock()
+    pool.memory.addresses = exchange.addresses[2].tolist()
+    results = copies.results_module.ExpertResults(pool, exchange, exchange, exchange._peers)
+    results.blocks = exchange
+    return copies.CopyCombine(results, rows)
 
 
 def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, part: str = "all") -> None:
@@ -125,9 +151,13 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     assert copies.cu.cuEventRecord.called != were_ready
 
 
+@pytest.mark.parametrize("lent", ["nothing", "places", "other memory"])
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num_groups: int) -> None:
+def test_rows_reach_their_experts_and_come_back(
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_groups: int, lent: str
+) -> None:
+    monkeypatch.setattr(copies.results_module, "can_be_lent", lambda *_: lent != "nothing")
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     num_experts = 3
@@ -154,10 +184,15 @@ def test_rows_reach_their_experts_and_come_back(copies: Any, num_ranks: int, num
             each.join()
         for rank, (_, rows, _) in enumerate(ranks):
             assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
-        back = [copies.CopyCombine(exchange, rows) for exchange, rows, _ in ranks]
-        for each, results in zip(back, arrived, strict=True):
+        back = [combine_of(copies, exchange, rows) for exchange, rows, _ in ranks]
+        for rank, (each, results) in enumerate(zip(back, arrived, strict=True)):
             for number, of_group in enumerate(results):
-                each.add(number, 2 * of_group)
+                made = 2 * of_group
+                if lent == "places":
+                    place = group.memory[rank][2].view(-1)[each._starts[rank][number] // 4 :][: made.numel()]
+                    made = place.view(made.shape).copy_(made)
+                each.add(number, made)
+            assert each._is_lent == (lent == "places" or (lent == "other memory" and not len(torch.cat(results))))
         for each, (_, _, tokens) in zip(back, ranks, strict=True):
             assert torch.equal(each.results(), 2 * tokens)
             each.join()
@@ -292,173 +327,6 @@ def test_many_blocks_are_one_request_and_single_copies_where_the_driver_refuses(
     assert torch.equal(target, torch.where(source % 4 == 3, 0, source))
     assert asked == [(6, 1, 5)] * (1 if status else 2)
     assert len(single) == (2 + 2 * 6 if status else 2)
-
-
-class Streams:
-    """The streams of all ranks: operations of one stream run in order, all else in any order; or one stream of a rank also
-    waits for the others, as where they share a hardware queue. An event holds what was recorded when a wait was issued."""
-
-    def __init__(self, num_ranks: int, *, is_one_queue: bool) -> None:
-        self.queues: dict[Any, deque[Callable[[], bool]]] = defaultdict(deque)
-        self.flags: dict[tuple[int, int, int], int] = defaultdict(int)  # (owner, flag, raiser)
-        self.memory: dict[Any, Any] = {}
-        self.num_ranks, self._is_one_queue = num_ranks, is_one_queue
-
-    def issue(self, rank: int, stream: str, act: Callable[[], Any]) -> None:
-        """Queue an operation; one that returns False is tried again."""
-        self.queues[rank, "all" if self._is_one_queue else stream].append(lambda: act() is not False)
-
-    def run(self, chance: random.Random) -> None:
-        """Run all that is queued."""
-        while ready := [queue for queue in self.queues.values() if queue]:
-            chance.shuffle(ready)
-            done = next((queue for queue in ready if queue[0]()), None)
-            assert done is not None, "every stream waits for ever"
-            done.popleft()
-
-
-class ModelledRank:
-    """One rank's real `ExpertCopies`, whose driver queues operations in `Streams`."""
-
-    def __init__(self, copies: Any, streams: Streams, rank: int) -> None:
-        made = self.copier = object.__new__(copies.ExpertCopies)
-        self.copies, self.streams, self.rank = copies, streams, rank
-        peers = tuple((rank + turn) % streams.num_ranks for turn in range(1, streams.num_ranks))
-        values = {"rank": rank, "_num_ranks": streams.num_ranks, "_peers": peers, "device": torch.device("cpu")}
-        doubles = {name: MagicMock() for name in ("_order", "_watch", "_pool")}
-        state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
-        counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_on_host": np.zeros(9), "_counts_address": 0}
-        events = {name: [None] for name in ("ready", "_mark", "counted")}
-        made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, _streams={})
-        made._ends, made._vectors = {"by kernel": [None]}, {(): None}
-        made._counts_pool = MagicMock()
-        made._counts_pool.memory.addresses = [1000 * peer for peer in range(streams.num_ranks)]
-        made.current = lambda: "compute"
-        made.copy_stream = lambda name: name
-        made.address = lambda region, peer: 0
-        made._torch_stream = made._ends_of = lambda _: None
-        made.addresses = dict.fromkeys(copies.ExpertRegion)
-        made.join = lambda names: [self.follow("compute", name) for name in names]
-        self.number, self.call = 0, 0
-
-    # what the driver does
-
-    def record(self, event: list[Any], stream: str) -> None:
-        mark = event[0] = {"passed": False}
-        self.streams.issue(self.rank, stream, lambda: mark.update(passed=True))
-
-    def await_event(self, stream: str, event: list[Any]) -> None:
-        mark = event[0]
-        self.streams.issue(self.rank, stream, lambda: mark["passed"])
-
-    def follow(self, stream: str, other: str) -> None:
-        event: list[Any] = [None]
-        self.record(event, other)
-        self.await_event(stream, event)
-
-    # signals
-
-    def begin_call(self) -> None:
-        self.number += 1
-
-    def raise_to(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
-        keys, number = [(peer, flag, self.rank) for peer in peers], self.number
-        self.streams.issue(self.rank, stream, lambda: self.streams.flags.update(dict.fromkeys(keys, number)))
-
-    def wait(self, flag: int, peers: tuple[int, ...], stream: str) -> None:
-        keys, number = [(self.rank, flag, peer) for peer in peers], self.number
-        self.streams.issue(self.rank, stream, lambda: all(self.streams.flags[key] >= number for key in keys))
-
-    def exchange(self, flag: int, peers: tuple[int, ...], stream: str, words: tuple[int, ...], value: int) -> None:
-        said = {("counts", word): value + self.call for word in words}
-        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update(said))
-        self.raise_to(flag, peers, stream)
-        self.wait(flag, peers, stream)
-
-    # copies: what is written is the number of the call
-
-    def copy(self, blocks: Any, stream: str) -> None:
-        peer = int(stream.removeprefix("to "))
-        place, call = (peer, self.region, self.piece, self.rank), self.call
-        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update({place: call}))
-
-    def copy_counts(self, target: int, source: int, num_bytes: int, stream: str) -> None:
-        memory, call, rank = self.streams.memory, self.call, self.rank
-        if source == OWN_COUNTS:  # this rank's counts, to a peer
-            self.streams.issue(rank, stream, lambda: memory.update({("counts", target): call}))
-        else:  # the counts of all ranks are read
-
-            def read() -> None:
-                found = [memory.get(("counts", source + 8 * each)) for each in range(2 * self.streams.num_ranks)]
-                assert found == [call, 1000 + call] * self.streams.num_ranks, "counts were not read yet, or not in time"
-
-            self.streams.issue(rank, stream, read)
-
-    def send_rows(self, *_: object, part: str = "all") -> None:
-        """What a kernel does that sends rows ahead: on every other rank, the first or second piece of the first region."""
-        others = [rank for rank in range(self.streams.num_ranks) if rank != self.rank]
-        places, call = [(peer, 0, int(part == "rest"), self.rank) for peer in others], self.call
-        self.streams.issue(self.rank, "by kernel", lambda: self.streams.memory.update(dict.fromkeys(places, call)))
-
-    # calls
-
-    def gather(self, call: int, *, is_ahead: bool, sends_rest: bool) -> None:
-        self.call, self.sends_rest = call, sends_rest
-        counts = MagicMock(nbytes=8, itemsize=8, shape=(1,))
-        counts.data_ptr.return_value = OWN_COUNTS
-        self.copier.gather(counts, 1000, self.send_ahead if is_ahead else lambda _: None)
-
-    def place(self) -> None:
-        """Put own rows where those of other calls lie, and leave the call to the library."""
-        places = [(self.rank, 0, piece, source) for piece in range(3) for source in range(self.streams.num_ranks)]
-        memory = self.streams.memory
-        self.streams.issue(self.rank, "compute", lambda: memory.update(dict.fromkeys(places, "own rows")))
-        self.copier.drop_placed()
-
-    def send_ahead(self, gathered: object) -> None:
-        self.copier.send_ahead(None, None, gathered, MagicMock(numbers=(), sends_rest=True) if self.sends_rest else None)
-        for part in range(1 + self.sends_rest):
-            self.copier.await_ahead(part)
-            self.read_ahead(part)
-
-    def read_ahead(self, part: int) -> None:
-        call = self.call
-        for source in range(self.streams.num_ranks):
-            if source != self.rank:
-                key = (self.rank, 0, part, source)
-                self.streams.issue(self.rank, "compute", lambda key=key: self.check(key, call))
-
-    def send(self, call: int, regions: list[int], routes: Any, pieces: range) -> list[Any]:
-        """Begin a pass, and send in all its directions; return what arrives, to be read."""
-        self.call = call
-        self.copier.begin()
-        for self.region in regions:
-            outbox = self.copies.Outbox(self.copier, self.copies.ExpertRegion(self.region), 1)
-            outbox.ready(torch.zeros(1))
-            for self.piece in pieces:
-                for peer in range(self.streams.num_ranks):
-                    if routes[self.rank, peer]:
-                        one = np.array([1])
-                        outbox.send(peer, self.piece, (one, one, one))
-            outbox.join()
-        sources = [each for each in range(self.streams.num_ranks) if routes[each, self.rank]]
-        return [(region, piece, source) for region in regions for piece in pieces for source in sources]
-
-    def read(self, call: int, arriving: list[Any], *, is_ahead: bool) -> None:
-        """Wait for what arrives, read it now and once more at the end, and end the pass."""
-        for region, piece, source in arriving:
-            self.wait(self.copies.arrived_flag(self.copies.ExpertRegion(region), piece), (source,), "compute")
-            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
-        for region, piece, source in arriving:
-            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
-        if is_ahead:
-            for part in range(1 + self.sends_rest):
-                self.read_ahead(part)
-            self.copier.end_ahead()
-        self.copier.end()
-
-    def check(self, key: Any, call: int) -> None:
-        assert self.streams.memory.get(key) == call, f"{key} was read after or before the call whose rows it should hold"
 
 
 @pytest.mark.parametrize("is_one_queue", [False, True], ids=["streams", "one queue"])

@@ -1,17 +1,19 @@
 """An expert exchange on GPUs: copy engines push rows into the symmetric memory of the rank that needs them, and a flag
-announces each piece to the stream that reads it. Neither uses an SM, and the host waits only for the counts of rows.
+announces each piece to the stream that reads it. Results are computed in symmetric memory, and a flag announces each group's
+to the copy engines that fetch them. Neither uses an SM, and the host waits only for the counts of rows.
 
 If a call is expected to be like earlier ones, a kernel sends its tokens instead, before the host knows the counts
 (`expert_ahead.py`). All ranks expect the same.
 
-Flags, per peer, hold numbers of calls: COUNTS_ARRIVED; BEGUN (I read what earlier calls brought, so my rows may be
-written); ARRIVED of a region and a piece. A rank sends when its peer has begun, which the exchange of counts says too, so
-that only a pass without one says BEGUN. Counts alternate between two places: when a rank writes to one again, all others
-have begun the exchange between. Calls follow each other (`call_order.py`), and within a call the waits of all ranks have
-one order, direction by direction, so that streams that share a hardware queue cannot deadlock.
+Flags, per peer, hold numbers of calls: COUNTS_ARRIVED; BEGUN (I read what earlier calls brought, so my rows and your
+results may be written); ARRIVED of a region and a piece, of results when they may be fetched. A rank sends when its peer has
+begun, which the exchange of counts says too, so that only a pass without one says BEGUN. Counts alternate between two
+places: when a rank writes to one again, all others have begun the exchange between. Calls follow each other
+(`call_order.py`), and within a call the waits of all ranks have one order, direction by direction, so that streams that
+share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import numpy as np
@@ -20,11 +22,11 @@ import torch.distributed as dist
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.block_sums import has_triton
-from counterpoint.cuda.driver import Handle, check
+from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
-from counterpoint.ops.call_order import NO_TIMING, WATCH_PRIORITY, CallOrder
+from counterpoint.ops.call_order import WATCH_PRIORITY, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import (
     AbstractCombine,
@@ -37,20 +39,25 @@ from counterpoint.ops.expert_exchange import (
     Rows,
 )
 from counterpoint.ops.expert_memory import RegionSizes
+from counterpoint.ops.expert_results import CopyCombine, ExpertResults
+from counterpoint.ops.expert_streams import (
+    BEGUN,
+    COUNTS_ARRIVED,
+    KERNEL,
+    NUM_FLAGS,
+    ExpertStreams,
+    arrived_flag,
+    new_event,
+)
 from counterpoint.ops.grouped_matmul import GROUPED_TYPE, can_spare_sms
 from counterpoint.ops.lane import aligned
 from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.streams import OnStream, stream_of
 from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
-from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import format_bytes
 
-COUNTS_ARRIVED, BEGUN, FIRST_ARRIVED = range(3)
-NUM_FLAGS = FIRST_ARRIVED + len(ExpertRegion) * MAX_CHUNKS
 VECTOR_BYTES = 16  # which the kernel that sends rows reads and writes at once
-HIGH_PRIORITY = -1  # as torch counts
-KERNEL = "by kernel"  # the stream of the kernel that sends rows ahead of the host
 MAX_VECTORS = 64  # vectors of numbers that are kept on the GPU
 
 
@@ -78,17 +85,18 @@ class ExpertCopies(AbstractExpertCopies):
         self._counts_on_host: Counts = np.empty(0, dtype=np.int64)  # pinned, at `_counts_address`
         self._sizes = RegionSizes()
         self.addresses: dict[ExpertRegion, torch.Tensor] = {}  # where a region begins, by rank
-        self._streams: dict[str, Handle] = {}
+        self.streams = ExpertStreams(group.group_name, device)
+        self._results = ExpertResults(
+            SymmetricPool(device, group, agreement, is_lent=True), self.streams, self.signals, self._peers
+        )
         self.blocks = BlockCopies()
-        self._ends: dict[str, Handle] = {}  # events at the ends of copy streams
-        events = (check("Making an event", cu.cuEventCreate(NO_TIMING)) for _ in range(3))
-        self.ready, self._mark, self.counted = events
+        self.ready, self.counted = new_event(), new_event()
 
     def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
         """See `AbstractExpertExchange.gather`."""
         num_numbers = counts.shape[0] + 1
         num_bytes = num_numbers * counts.itemsize
-        memory, stream = self._memory_for_counts(num_bytes), self.current()
+        memory, stream = self._memory_for_counts(num_bytes), self.streams.current()
         gathered = counts.new_empty(self._num_ranks, num_numbers)
         self._require_ended(is_open=self._is_ahead)
         self._open()
@@ -104,7 +112,7 @@ class ExpertCopies(AbstractExpertCopies):
         copy_bytes(self._counts_address, own, self._num_ranks * num_bytes, stream)
         check("Marking the counts", cu.cuEventRecord(self.counted, stream))
         self.end()
-        self._have_met = True
+        self._have_met = self._results.are_fetched = True
         self._is_open = True  # a call within `beside` would take the memory of these counts
         beside(gathered)
         self._is_open = False
@@ -132,11 +140,18 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertCopies.reserve`."""
         if self.holds(needed):
             return
-        sizes, self._sizes = self._sizes.grown(needed), RegionSizes()
-        what = f"An expert layer with {format_bytes(sizes.num_bytes)} of symmetric memory"
-        self._pool.replace(sizes.num_bytes, what, has_captured=False)
+        before, sizes = self._sizes, self._sizes.grown(needed)
+        self._sizes = RegionSizes()
+        landing, results = sizes.num_landing_bytes, sizes.num_result_bytes
+        what = f"An expert layer with {format_bytes(landing + results)} of symmetric memory"
+        if landing > before.num_landing_bytes:
+            self._pool.replace(landing, what, has_captured=False)
+        if results > before.num_result_bytes:
+            self._results.pool.replace(results, what, has_captured=False)
         self._sizes = sizes
-        for region in ExpertRegion:
+        if self._pool.memory is None:
+            return
+        for region in (ExpertRegion.DISPATCH, ExpertRegion.AGAIN):
             self.addresses[region] = torch.tensor(
                 [self.address(region, peer) for peer in range(self._num_ranks)], device=self.device
             )
@@ -147,12 +162,12 @@ class ExpertCopies(AbstractExpertCopies):
         self._open()
         self.awaits_peers, self._have_met = not self._have_met, False
         if self.awaits_peers:
-            self.signals.raise_to(BEGUN, self._peers, self.current())
+            self.signals.raise_to(BEGUN, self._peers, self.streams.current())
             self._order.watch_wait(lambda stream: self.signals.wait(BEGUN, self._peers, stream))
 
     def _open(self) -> None:
         self._require_ended(is_open=self._is_open)
-        self._order.follow(self.current())
+        self._order.follow(self.streams.current())
         self.signals.begin_call()
         self._is_open = True
 
@@ -199,7 +214,7 @@ class ExpertCopies(AbstractExpertCopies):
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
-        return CopyCombine(self, rows)
+        return CopyCombine(self._results, rows)
 
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
@@ -215,15 +230,15 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertCopies.send_ahead`. The kernels have a stream of their own."""
         from counterpoint.ops.expert_kernels import Sending, send_rows  # noqa: PLC0415  needs Triton
 
-        self._is_ahead, handle = True, self.copy_stream(KERNEL)
+        self._is_ahead, handle = True, self.streams.named(KERNEL)
         ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
         check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
-        with OnStream(self._torch_stream(KERNEL)):
+        with OnStream(self.streams.as_torch(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
             firsts = None if first is None else self._on_gpu(first.numbers)
             send_rows(sending, gathered, ends, firsts, "all" if first is None else "first")
             self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
-            check("Marking sent rows", cu.cuEventRecord(self._ends[KERNEL], handle))
+            check("Marking sent rows", cu.cuEventRecord(self.streams.ends[KERNEL], handle))
             if first is not None and first.sends_rest:
                 send_rows(sending, gathered, ends, firsts, part="rest")
                 self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 1), self._peers, handle)
@@ -241,14 +256,14 @@ class ExpertCopies(AbstractExpertCopies):
     def await_ahead(self, part: int = 0) -> None:
         """See `AbstractExpertCopies.await_ahead`."""
         if part:
-            self.join([KERNEL])
+            self.streams.join([KERNEL])
         else:
-            check("Waiting for sent rows", cu.cuStreamWaitEvent(self.current(), self._ends[KERNEL], 0))
-        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, part), self._peers, self.current())
+            check("Waiting for sent rows", cu.cuStreamWaitEvent(self.streams.current(), self.streams.ends[KERNEL], 0))
+        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, part), self._peers, self.streams.current())
 
     def end_ahead(self) -> None:
         """See `AbstractExpertCopies.end_ahead`."""
-        self._order.finish(self.current())
+        self._order.finish(self.streams.current())
         self._is_ahead = self._have_met = False
 
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
@@ -265,39 +280,15 @@ class ExpertCopies(AbstractExpertCopies):
 
     def end(self) -> None:
         """See `AbstractExpertExchange.end`."""
-        self._order.finish(self.current())
+        self._order.finish(self.streams.current())
         self._is_open = False
-
-    def current(self) -> Handle:
-        """Return the current stream."""
-        return cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device.index))
-
-    def mark(self) -> Handle:
-        """Record an event after the current stream's work, for what follows on another stream."""
-        check("Marking a place", cu.cuEventRecord(self._mark, self.current()))
-        return self._mark
-
-    def copy_stream(self, name: str) -> Handle:
-        """Return the copy stream of that name."""
-        if name not in self._streams:
-            self._streams[name] = cu.CUstream(self._torch_stream(name).cuda_stream)
-            self._ends[name] = check("Making an event", cu.cuEventCreate(NO_TIMING))
-        return self._streams[name]
-
-    def _torch_stream(self, name: str) -> torch.cuda.Stream:
-        """Return that stream as torch's; the kernel's CTAs go before those of what is computed beside it."""
-        return stream_of(self._group.group_name, self.device, f"experts {name}", HIGH_PRIORITY if name == KERNEL else 0)
-
-    def join(self, names: Sequence[str]) -> None:
-        """Let the current stream wait for these copy streams."""
-        current = self.current()
-        for name in names:
-            check("Ending copies", cu.cuEventRecord(self._ends[name], self._streams[name]))
-            check("Joining copies", cu.cuStreamWaitEvent(current, self._ends[name], 0))
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractExpertExchange.num_symmetric_bytes`."""
-        return self.signals.flags.num_bytes() + self._pool.num_bytes() + self._counts_pool.num_bytes()
+        return self.signals.flags.num_bytes() + sum(each.num_bytes() for each in self._pools())
+
+    def _pools(self) -> tuple[SymmetricPool, ...]:
+        return self._pool, self._results.pool, self._counts_pool
 
     def close(self) -> None:
         """See `AbstractExpertExchange.close`."""
@@ -305,11 +296,11 @@ class ExpertCopies(AbstractExpertCopies):
         self._watch.close()
         self._pool.close()
         self._counts_pool.close()
+        self._results.close()
         self._order.close()
-        for event in (self.ready, self._mark, self.counted, *self._ends.values()):
+        self.streams.close()
+        for event in (self.ready, self.counted):
             check("Destroying an event", cu.cuEventDestroy(event))
-        self._ends.clear()
-        self._streams.clear()
         self.addresses.clear()
         self._vectors.clear()
         self._sizes, self._counts_row_bytes = RegionSizes(), 0
@@ -344,9 +335,9 @@ class Outbox:
         self._sources.append(rows)
         self._ready = exchange.counted if were_ready else exchange.ready
         if not were_ready:
-            check("Readying rows", cu.cuEventRecord(self._ready, exchange.current()))
+            check("Readying rows", cu.cuEventRecord(self._ready, exchange.streams.current()))
         for name in self._used:
-            check("Waiting for rows", cu.cuStreamWaitEvent(exchange.copy_stream(name), self._ready, 0))
+            check("Waiting for rows", cu.cuStreamWaitEvent(exchange.streams.named(name), self._ready, 0))
 
     def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
@@ -354,7 +345,7 @@ class Outbox:
         """
         exchange, size = self._exchange, self._row_bytes
         name = f"to {peer}"
-        handle = exchange.copy_stream(name)
+        handle = exchange.streams.named(name)
         if name not in self._used:
             check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
             if exchange.awaits_peers:
@@ -369,7 +360,7 @@ class Outbox:
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
-        self._exchange.join(tuple(self._used))
+        self._exchange.streams.join(self._used)
         self._sources.clear()
 
 
@@ -407,7 +398,7 @@ class CopyDispatch(AbstractDispatch):
         layout, exchange = self._rows.layout, self._exchange
         sources = tuple(layout.sources(number))
         if sources:
-            exchange.signals.wait(arrived_flag(self._region, number), sources, exchange.current())
+            exchange.signals.wait(arrived_flag(self._region, number), sources, exchange.streams.current())
         return self._landed[layout.groups[number].rows]
 
     def all_rows(self) -> torch.Tensor:
@@ -440,61 +431,3 @@ class CopyDispatch(AbstractDispatch):
             put_rows(source, own, places, self._landed)
         else:
             self._landed.index_copy_(0, places, source[own])
-
-
-@final
-class CopyCombine(AbstractCombine):
-    """Sends blocks to their places in the peers' memory, from which they are copied into the results."""
-
-    def __init__(self, exchange: ExpertCopies, rows: Rows) -> None:
-        self._exchange, self._rows = exchange, rows
-        self._outbox = Outbox(exchange, ExpertRegion.COMBINE, rows.format.num_bytes)
-        self._results = rows.format.empty(rows.layout.num_tokens)
-        self._collected = exchange.mark()
-
-    def add(self, number: int, rows: torch.Tensor) -> None:
-        """See `AbstractCombine.add`."""
-        layout = self._rows.layout
-        start, rank = layout.groups[number].rows.start, layout.rank
-        self._outbox.ready(rows)
-        for source in layout.sources(number):
-            first = layout.returned(source, rank, number) - layout.sent(source, rank, number).start
-            sent, placed, num_rows = layout.block_arrays(source, rank, number)
-            self._outbox.send(source, number, (placed - start, sent + first, num_rows))
-        own = layout.sent(rank, rank, number)
-        if own.stop > own.start:
-            self._take_own(rows, own, start)
-
-    def _take_own(self, rows: torch.Tensor, own: slice, start: int) -> None:
-        """Copy the results of this rank's own experts; `rows` are those from `start` on, of one group."""
-        places, first = self._rows.sorting.places.own, own.start - self._rows.layout.own.start
-        if has_triton():
-            from counterpoint.ops.expert_kernels import take_rows  # noqa: PLC0415  needs Triton
-
-            take_rows(rows, places, (first, start), self._results, own)
-        else:
-            there = places[first : first + own.stop - own.start] - start
-            torch.index_select(rows, 0, there, out=self._results[own])
-
-    def results(self) -> torch.Tensor:
-        """See `AbstractCombine.results`."""
-        layout, exchange, size = self._rows.layout, self._exchange, self._rows.format.num_bytes
-        results, stream = self._results.data_ptr(), exchange.copy_stream("collect")
-        check("Following a mark", cu.cuStreamWaitEvent(stream, self._collected, 0))
-        for peer, number in layout.outgoing():
-            exchange.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), stream)
-            sent, start = layout.sent(layout.rank, peer, number), layout.returned(layout.rank, peer, number)
-            landed = exchange.address(ExpertRegion.COMBINE, layout.rank) + start * size
-            copy_bytes(results + sent.start * size, landed, (sent.stop - sent.start) * size, stream)
-        exchange.join(["collect"])
-        self.num_sent_bytes = self._outbox.num_bytes
-        return self._results
-
-    def join(self) -> None:
-        """See `AbstractCombine.join`."""
-        self._outbox.join()
-
-
-def arrived_flag(region: ExpertRegion, number: int) -> int:
-    """Return the number of the flag that announces a piece."""
-    return FIRST_ARRIVED + int(region) * MAX_CHUNKS + number

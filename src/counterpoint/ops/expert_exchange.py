@@ -8,6 +8,7 @@ both (`expert_library.py`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
@@ -23,7 +24,7 @@ class ExpertRegion(IntEnum):
     """The purpose of a part of the memory.
 
     `DISPATCH` and `AGAIN` hold rows from their sources: tokens, or gradients and, beside them, tokens that are sent
-    again for the gradients of weights. `COMBINE` holds returning rows.
+    again for the gradients of weights. `COMBINE` holds results, from which their sources fetch them.
     """
 
     DISPATCH = 0
@@ -102,6 +103,10 @@ class AbstractCombine(ABC):
     """Results in transit back to their sources."""
 
     num_sent_bytes = 0
+
+    def memory(self) -> AbstractContextManager[None]:
+        """Return a context in which to allocate the results of a group, so that they need not be copied to be sent."""
+        return nullcontext()
 
     @abstractmethod
     def add(self, number: int, rows: torch.Tensor) -> None:

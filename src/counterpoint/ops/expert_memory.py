@@ -1,8 +1,10 @@
 """Sizes of the regions of an expert exchange: as large as the rank with the largest need requires, equal on all ranks.
 
-They grow on demand, with slack, because routings differ from step to step and growing makes all ranks wait.
+They grow on demand, with slack, because routings differ from step to step and growing makes all ranks wait. Rows from
+their sources land in one memory. Results have another one, which torch's allocator lends out (`symmetric.py`).
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import final
 
@@ -10,22 +12,31 @@ import torch
 
 from counterpoint.ops.expert_exchange import ExpertRegion, Needed, RowFormat, Rows
 from counterpoint.ops.lane import aligned
+from counterpoint.ops.symmetric import LEAST_LENT, LENT_MULTIPLE
+from counterpoint.schedule.description import MAX_CHUNKS
+from counterpoint.schedule.expert_layout import ExpertRange
 
 SPARE = 1.25  # growth as a multiple of the need; chosen, not measured
+SPARE_FOR_RESULTS = LEAST_LENT + MAX_CHUNKS * LENT_MULTIPLE  # each group's are rounded up, and all are large enough to lend
 
 
 @final
 class RegionSizes:
-    """Bytes of each region; the regions are consecutive."""
+    """Bytes of each region; those where rows land are consecutive."""
 
     def __init__(self, sizes: dict[ExpertRegion, int] | None = None) -> None:
         self._sizes = {region: (sizes or {}).get(region, 0) for region in ExpertRegion}
         self._views: dict[tuple[ExpertRegion, RowFormat], torch.Tensor] = {}  # whole regions of the memory, as rows
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(self._sizes.values())
+    def num_landing_bytes(self) -> int:
+        """Bytes of the regions where rows land."""
+        return self.start(ExpertRegion.COMBINE)
+
+    @property
+    def num_result_bytes(self) -> int:
+        """Bytes of the region of results."""
+        return self._sizes[ExpertRegion.COMBINE]
 
     def start(self, region: ExpertRegion) -> int:
         """Return the first byte of a region."""
@@ -63,6 +74,22 @@ def needed_bytes(rows: Rows, regions: Sequence[ExpertRegion]) -> Needed:
     """Return the bytes that the rank with the most rows needs of each region."""
     layout = rows.layout
     return {
-        region: (layout.most_returned if region == ExpertRegion.COMBINE else layout.most_grouped) * rows.format.num_bytes
+        region: layout.most_grouped * rows.format.num_bytes + SPARE_FOR_RESULTS * (region == ExpertRegion.COMBINE)
         for region in regions
     }
+
+
+def result_starts(groups: Sequence[ExpertRange], row_bytes: int) -> list[int]:
+    """Return where the results of each of a rank's groups begin in its memory, as torch's allocator gives it out."""
+    rounded = (-(-_num_bytes(group, row_bytes) // LENT_MULTIPLE) * LENT_MULTIPLE for group in groups)
+    return list(itertools.accumulate(rounded, initial=0))[:-1]
+
+
+def can_be_lent(groups: Sequence[ExpertRange], row_bytes: int) -> bool:
+    """Return whether torch's allocator gives these results their places."""
+    return all(_num_bytes(group, row_bytes) >= LEAST_LENT for group in groups)
+
+
+def _num_bytes(group: ExpertRange, row_bytes: int) -> int:
+    start, stop = int(group.rows.start), int(group.rows.stop)
+    return (stop - start) * row_bytes

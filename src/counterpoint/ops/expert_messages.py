@@ -56,7 +56,7 @@ class ExpertMessages(AbstractExpertCopies):
             return
         sizes = self._sizes.grown(needed)
         self.close()
-        self._memory = host_memory(sizes.num_bytes, "experts", self._ranks.agreement)
+        self._memory = host_memory(sizes.num_landing_bytes, "experts", self._ranks.agreement)
         self._sizes = sizes
 
     def begin(self) -> None:

@@ -7,6 +7,7 @@ them.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, TypeAlias, final
 
 import torch
@@ -14,7 +15,15 @@ import torch
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
-from counterpoint.ops.grouped_matmul import ExpertRows, add_bias, bias_gradient, multiply, multiply_in_fp8, weight_gradient
+from counterpoint.ops.grouped_matmul import (
+    ExpertRows,
+    Memory,
+    add_bias,
+    bias_gradient,
+    multiply,
+    multiply_in_fp8,
+    weight_gradient,
+)
 from counterpoint.schedule.expert_layout import ExpertRange
 
 Matrices = Sequence[torch.Tensor]
@@ -117,7 +126,7 @@ def ffn(
     combine = work.combine()
     for group, experts in routing.groups():
         inputs = _first_linears(dispatch, ups, group, experts)
-        combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts))
+        combine.add(group.number, _linear(down, activate(activation, inputs), group.experts, experts, combine.memory))
         kept += inputs
     if keeps_tokens:
         kept.insert(0, dispatch.kept_rows())
@@ -143,10 +152,13 @@ def _first_linears(
     return found
 
 
-def _linear(linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows) -> torch.Tensor:
+def _linear(
+    linear: Linear, rows: torch.Tensor, part: slice, experts: ExpertRows, memory: Memory = nullcontext
+) -> torch.Tensor:
     """Return the rows of some experts after their linear."""
     bias = None if linear.bias is None else _part_of(linear.bias, part)
-    return (multiply_in_fp8 if linear.is_fp8 else multiply)(rows, _part_of(linear.weights, part).mT, experts, bias)
+    multiplied = multiply_in_fp8 if linear.is_fp8 else multiply
+    return multiplied(rows, _part_of(linear.weights, part).mT, experts, bias, memory)
 
 
 def _part_of(whole: torch.Tensor, part: slice) -> torch.Tensor:
@@ -180,7 +192,7 @@ def ffn_backward(
         activate_backward(activation, inputs, of_hidden, outs)
         if combine is not None:
             first, *others = zip(outs[1:], ups, strict=True)
-            of_rows = multiply(first[0], _part_of(first[1].weights, group.experts), experts)
+            of_rows = multiply(first[0], _part_of(first[1].weights, group.experts), experts, memory=combine.memory)
             for of_input, up in others:
                 of_rows.add_(multiply(of_input, _part_of(up.weights, group.experts), experts))
             combine.add(group.number, of_rows)
@@ -241,7 +253,8 @@ def dispatch_multiply_backward(
     combine = work.combine() if wanted.tokens else None
     if combine is not None:
         for group, experts in routing.groups():
-            combine.add(group.number, multiply(gradients[group.number], _part_of(weights, group.experts), experts))
+            of_group = gradients[group.number], _part_of(weights, group.experts), experts
+            combine.add(group.number, multiply(*of_group, memory=combine.memory))
     if dispatch is not None:
         rows = _all_arrived(dispatch, routing)
     found = _of_linear((_joined(gradients), rows), routing, has_bias=wanted.up_biases)
@@ -258,7 +271,7 @@ def multiply_combine(routing: ExpertRouting, inputs: Matrices, linear: Linear) -
     work = Pass(routing, RowFormat(weights.shape[1], weights.dtype, weights.device), (DISPATCH, COMBINE))
     combine = work.combine()
     for group, experts in routing.groups():
-        combine.add(group.number, _linear(linear, inputs[group.number], group.experts, experts))
+        combine.add(group.number, _linear(linear, inputs[group.number], group.experts, experts, combine.memory))
     results = combine.results()
     work.finish()
     return results

@@ -6,10 +6,10 @@ have none; they multiply the rounded numbers in single precision, so that tests 
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,8 @@ ALIGNMENT = 16  # alignment of rows in bytes for torch's grouped matmul
 # compute capabilities of GPUs whose grouped matmul is one kernel; torch 2.11 loops on others
 GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
+Memory: TypeAlias = Callable[[], AbstractContextManager[None]]  # a context in which torch allocates a product
+
 
 class ExpertRows(NamedTuple):
     """The number of rows of each of some experts, and where they end, which a grouped matmul reads on the GPU (int32)."""
@@ -30,13 +32,18 @@ class ExpertRows(NamedTuple):
 
 
 def multiply(
-    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    experts: ExpertRows,
+    bias: torch.Tensor | None = None,
+    memory: Memory = nullcontext,
 ) -> torch.Tensor:
-    """Return each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N)."""
-    product = multiply_grouped(rows, weights, experts.ends)
+    """Return each expert's rows times its weight, plus its bias: (n, K), (E, K, N), (E, N) -> (n, N), in this memory."""
+    product = multiply_grouped(rows, weights, experts.ends, memory)
     if product is not None:
         return add_bias(product, bias, experts)
-    product = rows.new_empty(rows.shape[0], weights.shape[2])
+    with memory():
+        product = rows.new_empty(rows.shape[0], weights.shape[2])
     start = 0
     for expert, (number, weight) in enumerate(zip(experts.counts, weights.unbind(), strict=True)):
         part = slice(start, start + number)
@@ -48,19 +55,26 @@ def multiply(
     return product
 
 
-def multiply_grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor | None:
+def multiply_grouped(
+    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, memory: Memory = nullcontext
+) -> torch.Tensor | None:
     """Return each expert's rows times its weight by one kernel, or None if these operands need a matmul for each expert.
 
     `ends` may be smaller than the number of rows; then the last rows of the product are not set.
     """
     if not (rows.shape[0] and is_grouped(rows, weights)) or weights.shape[2] * weights.itemsize % ALIGNMENT:
         return None
-    found: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)  # it takes no bias
+    with memory():
+        found: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)  # it takes no bias
     return found
 
 
 def multiply_in_fp8(
-    rows: torch.Tensor, weights: torch.Tensor, experts: ExpertRows, bias: torch.Tensor | None = None
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    experts: ExpertRows,
+    bias: torch.Tensor | None = None,
+    memory: Memory = nullcontext,
 ) -> torch.Tensor:
     """Do what `multiply` does, with operands rounded to fp8 (e4m3). Each row, and each column of a weight, is scaled so that
     its largest number is that of fp8. Sums are in single precision, products of the rows' type.
@@ -73,7 +87,8 @@ def multiply_in_fp8(
         product = rows.new_empty(0, weights.shape[2])
     else:
         scales = {"scale_a": left_scale, "scale_b": right_scale}
-        product = torch._scaled_grouped_mm(left, right.mT, **scales, offs=experts.ends, out_dtype=rows.dtype)
+        with memory():
+            product = torch._scaled_grouped_mm(left, right.mT, **scales, offs=experts.ends, out_dtype=rows.dtype)
     return add_bias(product, bias, experts)
 
 

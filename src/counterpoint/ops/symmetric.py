@@ -1,5 +1,11 @@
-"""Symmetric memory: every rank of a group allocates a part, and copy engines of all ranks can access it."""
+"""Symmetric memory: every rank of a group allocates a part, and copy engines of all ranks can access it.
 
+torch's caching allocator may lend it out: a kernel that allocates its result by itself, such as torch's grouped matmul, then
+writes it where other ranks can read it.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 import torch
@@ -8,22 +14,35 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from counterpoint.errors import cause_of
 from counterpoint.ops.agreement import Agreement, CallNotice
-from counterpoint.ops.graph_cache import refuse_in_capture
+from counterpoint.ops.graph_cache import UNCACHED, refuse_in_capture
 from counterpoint.units import format_bytes
+
+LENT_MULTIPLE = 512  # as torch's caching allocator rounds sizes
+LEAST_LENT = 2**20 + 1  # smaller tensors have segments of their own
 
 
 @final
 class SymmetricMemory:
     """This rank's part, `num_bytes` on every rank, and the addresses of all parts.
 
-    Raises `RefusedTogetherError` on every rank if one of them has no room.
+    `is_lent`: torch's caching allocator lends it out, if it can. Raises `RefusedTogetherError` on every rank if one of them
+    has no room.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
-        problem = ""
+    def __init__(
+        self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement, *, is_lent: bool = False
+    ) -> None:
+        problem, self._device = "", device
+        self.is_lent = is_lent and UNCACHED not in os.environ and torch.cuda.get_allocator_backend() == "native"
+        self._stream = _current_stream(device)
         try:
             with torch.inference_mode(mode=False):  # later calls write to it in any mode
-                self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+                if self.is_lent:
+                    self._pool = torch.cuda.MemPool(symmetric_memory.get_mempool_allocator(device))
+                    with self.lending():
+                        self.local = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                else:
+                    self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             problem = (
                 f"{format_bytes(num_bytes)} of symmetric memory cannot be allocated ({cause_of(error, 160)}). "
@@ -33,16 +52,29 @@ class SymmetricMemory:
         agreement.compare(CallNotice(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
         self._handle = symmetric_memory.rendezvous(self.local, group.group_name)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
+        if self.is_lent:  # this tensor shares the memory, and the one that torch allocated is free to be lent
+            self.local = self._handle.get_buffer(group.rank(), (num_bytes,), torch.uint8)
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Return a context in which torch allocates from this memory, from its front on: tensors of more than a MiB, each
+        rounded up to `LENT_MULTIPLE` bytes. Elsewhere, on another stream, and if nothing is lent, torch allocates as usual.
+        """
+        if not self.is_lent or _current_stream(self._device) != self._stream:
+            return nullcontext()
+        lent: AbstractContextManager[None] = torch.cuda.use_mem_pool(self._pool, self._device)
+        return lent
 
 
 @final
 class SymmetricPool:
     """The symmetric memory of one transport or lane. Larger memory replaces smaller, which stays allocated if graphs
-    that a user captured write to it.
+    that a user captured write to it. `is_lent`: see `SymmetricMemory`.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, agreement: Agreement) -> None:
-        self._device, self._group, self._agreement = device, group, agreement
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup, agreement: Agreement, *, is_lent: bool = False
+    ) -> None:
+        self._device, self._group, self._agreement, self._is_lent = device, group, agreement, is_lent
         self.memory: SymmetricMemory | None = None
         self._retired: list[SymmetricMemory] = []
 
@@ -55,7 +87,7 @@ class SymmetricPool:
         if has_captured and self.memory is not None:
             self._retired.append(self.memory)
         self.memory = None
-        self.memory = SymmetricMemory(num_bytes, self._device, self._group, self._agreement)
+        self.memory = SymmetricMemory(num_bytes, self._device, self._group, self._agreement, is_lent=self._is_lent)
         return self.memory
 
     def num_bytes(self) -> int:
@@ -67,3 +99,8 @@ class SymmetricPool:
         """Free all memory."""
         self.memory = None
         self._retired.clear()
+
+
+def _current_stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
