@@ -112,7 +112,7 @@ def combine_of(copies: Any, exchange: Exchange, rows: Any) -> Any:
     pool.memory.addresses = exchange.addresses[2].tolist()
     results = copies.results_module.ExpertResults(pool, exchange, exchange, exchange._peers)
     results.blocks = exchange
-    return copies.CopyCombine(results, rows)
+    return copies.CopyCombine(results, rows, exchange.region(2, rows.format, rows.layout.num_rows))
 
 
 def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, part: str = "all") -> None:
@@ -151,13 +151,16 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     assert copies.cu.cuEventRecord.called != were_ready
 
 
-@pytest.mark.parametrize("lent", ["nothing", "places", "other memory"])
+@pytest.mark.parametrize("kind", ["not lent, rounded", "lent, rounded", "lent, one matrix", "lent elsewhere, one matrix"])
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_reach_their_experts_and_come_back(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_groups: int, lent: str
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_groups: int, kind: str
 ) -> None:
-    monkeypatch.setattr(copies.results_module, "can_be_lent", lambda *_: lent != "nothing")
+    lent, multiple = kind.split(", ")
+    for module in (copies.results_module, importlib.import_module("counterpoint.ops.expert_memory")):
+        monkeypatch.setattr(module, "LENT_MULTIPLE", 16 if multiple == "one matrix" else 512)
+    monkeypatch.setattr(copies.results_module, "can_be_lent", lambda *_: lent != "not lent")
     exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     num_experts = 3
@@ -188,11 +191,11 @@ def test_rows_reach_their_experts_and_come_back(
         for rank, (each, results) in enumerate(zip(back, arrived, strict=True)):
             for number, of_group in enumerate(results):
                 made = 2 * of_group
-                if lent == "places":
+                if lent == "lent":
                     place = group.memory[rank][2].view(-1)[each._starts[rank][number] // 4 :][: made.numel()]
                     made = place.view(made.shape).copy_(made)
                 each.add(number, made)
-            assert each._is_lent == (lent == "places" or (lent == "other memory" and not len(torch.cat(results))))
+            assert each._is_lent == (lent == "lent" or (lent == "lent elsewhere" and not len(torch.cat(results))))
         for each, (_, _, tokens) in zip(back, ranks, strict=True):
             assert torch.equal(each.results(), 2 * tokens)
             each.join()

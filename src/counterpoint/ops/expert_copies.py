@@ -214,7 +214,7 @@ class ExpertCopies(AbstractExpertCopies):
 
     def combine(self, rows: Rows) -> AbstractCombine:
         """See `AbstractExpertExchange.combine`."""
-        return CopyCombine(self._results, rows)
+        return CopyCombine(self._results, rows, self.region(ExpertRegion.COMBINE, rows.format, rows.layout.num_rows))
 
     def can_send_ahead(self, rows: RowFormat) -> bool:
         """See `AbstractExpertCopies.can_send_ahead`. A kernel sends them, which needs Triton, and rows of whole vectors."""
@@ -268,7 +268,7 @@ class ExpertCopies(AbstractExpertCopies):
 
     def region(self, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:
         """See `AbstractExpertCopies.region`."""
-        memory = self._pool.memory
+        memory = (self._results.pool if region == ExpertRegion.COMBINE else self._pool).memory
         if memory is None:  # no rank has rows
             return rows.empty(0)
         return self._sizes.view(memory.local, region, rows, num_rows)

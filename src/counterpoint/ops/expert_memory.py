@@ -31,7 +31,7 @@ class RegionSizes:
     @property
     def num_landing_bytes(self) -> int:
         """Bytes of the regions where rows land."""
-        return self.start(ExpertRegion.COMBINE)
+        return sum(self._sizes.values()) - self.num_result_bytes
 
     @property
     def num_result_bytes(self) -> int:
@@ -39,7 +39,9 @@ class RegionSizes:
         return self._sizes[ExpertRegion.COMBINE]
 
     def start(self, region: ExpertRegion) -> int:
-        """Return the first byte of a region."""
+        """Return the first byte of a region in its memory."""
+        if region == ExpertRegion.COMBINE:
+            return 0
         return sum(size for each, size in self._sizes.items() if each < region)
 
     def view(self, memory: torch.Tensor, region: ExpertRegion, rows: RowFormat, num_rows: int) -> torch.Tensor:

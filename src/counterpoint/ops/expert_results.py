@@ -18,7 +18,7 @@ from counterpoint.ops.expert_exchange import AbstractCombine, ExpertRegion, Rows
 from counterpoint.ops.expert_memory import can_be_lent, result_starts
 from counterpoint.ops.expert_streams import BEGUN, ExpertStreams, arrived_flag, new_event
 from counterpoint.ops.signals import NumberedSignals
-from counterpoint.ops.symmetric import SymmetricMemory, SymmetricPool
+from counterpoint.ops.symmetric import LENT_MULTIPLE, SymmetricMemory, SymmetricPool
 
 ANNOUNCED = "announced"  # the stream on which results are announced
 
@@ -66,8 +66,9 @@ class CopyCombine(AbstractCombine):
     group's results are in transit then, and hide them.
     """
 
-    def __init__(self, shared: ExpertResults, rows: Rows) -> None:
-        self._shared, self._rows, layout = shared, rows, rows.layout
+    def __init__(self, shared: ExpertResults, rows: Rows, computed: torch.Tensor) -> None:
+        """`computed`: this rank's memory for all groups' results, one after the other."""
+        self._shared, self._rows, self._computed, layout = shared, rows, computed, rows.layout
         self._results = rows.format.empty(layout.num_tokens)
         self._memory = shared.begin()
         size = rows.format.num_bytes
@@ -114,19 +115,22 @@ class CopyCombine(AbstractCombine):
     def results(self) -> torch.Tensor:
         """See `AbstractCombine.results`."""
         self._fetch(len(self._added))  # the groups of peers that have more
-        for number, rows in self._added.items():
-            self._take_own(number, rows)
+        layout = self._rows.layout
+        if self._rows.format.num_bytes % LENT_MULTIPLE == 0:  # no group's place is rounded up
+            self._take_own(self._computed, 0, layout.own)
+        else:
+            for number, rows in self._added.items():
+                own = layout.sent(layout.rank, layout.rank, number)
+                self._take_own(rows, layout.groups[number].rows.start, own)
         self._shared.streams.join(self._used)
         self._added.clear()
         return self._results
 
-    def _take_own(self, number: int, rows: torch.Tensor) -> None:
-        """Copy the results of this rank's own experts from those of a group."""
-        layout, places = self._rows.layout, self._rows.sorting.places.own
-        own, start = layout.sent(layout.rank, layout.rank, number), layout.groups[number].rows.start
+    def _take_own(self, rows: torch.Tensor, start: int, own: slice) -> None:
+        """Copy results of this rank's own experts for these of its tokens; `rows` are results from row `start` on."""
         if own.stop == own.start:
             return
-        first = own.start - layout.own.start
+        places, first = self._rows.sorting.places.own, own.start - self._rows.layout.own.start
         if has_triton():
             from counterpoint.ops.expert_kernels import take_rows  # noqa: PLC0415  needs Triton
 
