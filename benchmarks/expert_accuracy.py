@@ -25,7 +25,7 @@ from counterpoint.schedule.expert_estimate import (
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.schedule.routing import Routing
 
-STORED = "experts_2x_h200_two_parts.json"
+STORED = "experts_2x_h200_fetched.json"
 NUM_RANKS = 2
 OPERATIONS: Mapping[str, ExpertOperation] = {"dispatch": "dispatch_grouped_matmul", "combine": "grouped_matmul_combine"}
 NUM_GROUPS = (1, 2, 4)

@@ -199,14 +199,6 @@ class ExpertLayout:
         """Return the other ranks that have rows for a group of this rank's experts."""
         return [peer for peer in self.peers() if self.has_rows(peer, self.rank, number)]
 
-    def returned(self, source: int, destination: int, number: int) -> int:
-        """Return where results of a group begin at their source, in memory that others write, which lacks the source's
-        own rows.
-        """
-        own = self.pairs[source][source] if destination > source else 0
-        start: int = self.sent(source, destination, number).start
-        return start - own
-
     @property
     def grouped_rows(self) -> list[int]:
         """Number of rows that each rank's experts compute."""
@@ -216,11 +208,6 @@ class ExpertLayout:
     def most_grouped(self) -> int:
         """Number of rows of the rank that computes most."""
         return max(self.grouped_rows)
-
-    @property
-    def most_returned(self) -> int:
-        """Number of rows of the rank to which the other ranks return most."""
-        return max(sum(row) - row[rank] for rank, row in enumerate(self.pairs))
 
 
 def num_parts_of(num_groups: int) -> int:

@@ -172,8 +172,7 @@ def _buffers(problem: ExpertProblem) -> Iterator[Buffer]:
         yield buffer("hidden", "local", grouped, made)
     if stages.is_combined:
         yield buffer("inputs", "local" if stages.is_dispatched else "given", grouped, taken)
-        yield buffer("partial", "local", grouped, inner)
-        yield buffer("returned", "symmetric", [routing.num_returning(rank) for rank in ranks], inner)
+        yield buffer("partial", "symmetric", grouped, inner)
         yield buffer("product", "result", sent, inner)
     else:
         yield buffer("product", "result", grouped, made)
@@ -209,6 +208,7 @@ class _Layer:
         self._layouts = [ExpertLayout(counts, rank, description.chunks) for rank in ranks]
         self._begins = self.actions.begin()
         self._there: dict[str, dict[Part, int]] = {}  # by buffer, the action that copies these rows to their experts
+        self._computed: dict[int, int] = {}  # by rank, its last matmul
 
     def send(self, given: str, target: str) -> None:
         """Send all rows, those for the first groups first, on all ranks in parallel; each rank places its own rows."""
@@ -237,28 +237,18 @@ class _Layer:
 
     def compute(self) -> None:
         """Compute group by group; if results are returned, send each group's at once. The gradients of weights are last."""
-        returned: list[tuple[Part, int, int]] = []
         for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
             if not layout.num_rows:
                 continue
             if self._stages.is_dispatched:
                 self._multiply_first(layout, group)
             if self._stages.is_combined:
-                returned += self._return(layout, group, self._multiply_last(layout, group))
+                self._return(layout, group, self._multiply_last(layout, group))
         for layout in self._layouts:
             if layout.num_rows:
                 self._differentiate(layout)
-        for (source, destination, number), copy, start in returned:
-            blocks = list(self._layouts[source].blocks(source, destination, number))
-            rows = sum(block.num_rows for block in blocks)
-            self.actions.add(
-                "place",
-                PLACES,
-                source,
-                reads=[_region(source, "returned", start, rows)],
-                writes=[_region(source, "product", blocks[0].sent, rows)],
-                after=[copy],
-            )
+        if self._stages.is_combined:
+            self._place_results()
 
     def _differentiate(self, layout: ExpertLayout) -> None:
         """Compute the gradients of a rank's weights, of all groups at once."""
@@ -266,7 +256,7 @@ class _Layer:
         totals = tuple(layout.counts[:, rank].sum(0).tolist())
         for left, right, target in self._stages.gradients:
             num_columns = self._problem.num_first_columns if target == "first_gradient" else self._problem.num_inner
-            self.actions.add(
+            self._computed[rank] = self.actions.add(
                 "weight_gradient",
                 self.actions.compute_stream(rank),
                 rank,
@@ -276,27 +266,30 @@ class _Layer:
                 expert_rows=totals,
             )
 
-    def _return(self, layout: ExpertLayout, group: ExpertRange, made: int) -> Iterator[tuple[Part, int, int]]:
-        """Send results to their sources, own ones to the product; yield (part, copy, first row where it lands)."""
+    def _return(self, layout: ExpertLayout, group: ExpertRange, made: int) -> None:
+        """Bring results to their sources. Copy engines of the sources fetch them; a schedule has copies of the rank that
+        made the results, which take as long.
+        """
         rank, number = layout.rank, group.number
         for source in layout.sources(number):
             blocks = list(layout.blocks(source, rank, number))
-            start = self._layouts[source].returned(source, rank, number)
-            copy = self.actions.add(
+            self.actions.add(
                 "copy",
                 self._copy_stream(rank, source),
                 rank,
                 reads=[_placed(rank, "partial", block) for block in blocks],
-                writes=[
-                    _region(source, "returned", start + block.sent - blocks[0].sent, block.num_rows) for block in blocks
-                ],
+                writes=[_sent(source, "product", block) for block in blocks],
                 after=[made, self._begins[rank]],
             )
-            yield (source, rank, number), copy, start
-        if own := list(layout.blocks(rank, rank, number)):
-            reads = [_placed(rank, "partial", block) for block in own]
-            writes = [_sent(rank, "product", block) for block in own]
-            self.actions.add("place", PLACES, rank, reads=reads, writes=writes, after=[made])
+
+    def _place_results(self) -> None:
+        """Copy each rank's own results. Such copies run on SMs, which the matmuls keep until they end."""
+        for layout, group in self._in_turns([layout.groups for layout in self._layouts]):
+            rank = layout.rank
+            if own := list(layout.blocks(rank, rank, group.number)):
+                reads = [_placed(rank, "partial", block) for block in own]
+                writes = [_sent(rank, "product", block) for block in own]
+                self.actions.add("place", PLACES, rank, reads=reads, writes=writes, after=[self._computed[rank]])
 
     def _multiply_first(self, layout: ExpertLayout, group: ExpertRange) -> None:
         rank, landed = layout.rank, self._there["landed"]
@@ -321,7 +314,7 @@ class _Layer:
         self, layout: ExpertLayout, group: ExpertRange, regions: tuple[Region, Region], layer: int, after: Sequence[int] = ()
     ) -> int:
         """Multiply the first region's rows into the second."""
-        return self.actions.add(
+        made = self._computed[layout.rank] = self.actions.add(
             "matmul",
             self.actions.compute_stream(layout.rank),
             layout.rank,
@@ -331,6 +324,7 @@ class _Layer:
             expert_rows=_expert_rows(layout, group),
             layer=layer,
         )
+        return made
 
     def _copy_stream(self, sender: int, receiver: int) -> str:
         """Return the copy stream for a peer, its own if possible, so that a large block does not delay other peers'."""
