@@ -23,7 +23,7 @@ MOST_LINES = 3
 LEAST_SHOWN_SHARE = 0.0005  # of the step or of the communication; a smaller share prints as 0.0 %
 LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step; from this share on, a line about the host is added
 
-CAUSE_WORDS: Mapping[str, str] = {
+CAUSE_WORDS: Mapping[Cause, str] = {
     "dependent": "the next kernel needs the result",
     "starved": "collectives wait for SMs that other kernels hold",
     "own_stream": "collectives run on the computation's own stream",

@@ -179,13 +179,13 @@ def _analyze_file(
 ) -> "tuple[RankAnalysis, TracedStep | None]":
     """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
-    from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
+    from counterpoint.analysis.rank import analyze_rank, analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
     trace = read_activity(Path(path), on_progress)
-    rank, step = analyze_rank_and_step(trace, with_step=is_planned)
+    rank, step = analyze_rank_and_step(trace) if is_planned else (analyze_rank(trace), None)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
         rank = replace(rank, rank=int(named[1]) if named else UNNAMED)
