@@ -77,11 +77,6 @@ class Translation(Value, frozen=True, kw_only=True):
     remarks: tuple[str, ...] = ()
 
 
-def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
-    """Return the rules for a plan; `translate` also returns what is missing from them."""
-    return translate(plan, step).rules
-
-
 def translate(plan: Plan, step: Step | None = None) -> Translation:
     """Translate a plan's directives into rules by name.
 
