@@ -51,7 +51,7 @@ def directive(control: str, kind: str = "communication", match: str = "") -> str
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("none.json", None, ["Cannot read none.json", "No such file", "give a .json or .json.gz"]),
+        ("none.json", None, ["Cannot read none.json", "No such file", "give a .json, .json.gz"]),
         ("none.toml", None, ["Cannot read none.toml", "No such file", "give a TOML file"]),
         ("none", None, ["'none' does not exist", "Shipped workloads: cb_a2a_opt1"]),
         ("trace.txt", b"hello", ["'trace.txt' is neither a trace", ".json.gz"]),
