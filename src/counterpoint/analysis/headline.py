@@ -28,7 +28,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "starved": "collectives wait for SMs that other kernels hold",
     "own_stream": "collectives run on the computation's own stream",
     "queued": "collectives wait behind other collectives",
-    "hardware_queue": "collectives are serialised in a hardware queue",
+    "hardware_queue": "collectives are serialized in a hardware queue",
     "launched_late": "the host launches collectives late",
     "slow_rank": "ranks wait for slower ones",
     "uneven": "all-to-alls are split unevenly",

@@ -2,8 +2,8 @@
 
 An eager launch has only a name: no place in a step, no process group, no size. If the step is known, the operations that a
 plan's directives match are translated to names. If names cannot express what the plan means, a cap is refused, because it
-would slow other kernels. A priority or a head start has an effect only if there is something to race, so it is given to all
-launches of that name (to all that communicate, if the plan means a collective), and a remark says so.
+would slow other kernels. A priority or a head start has an effect only if there is something to race. So all launches of
+that name get it, or all that communicate if the plan means a collective, and a remark says so.
 
 This module knows nothing of the layout of the control block, nor of how the driver handles a rule.
 """
