@@ -50,16 +50,10 @@ class FilterRule(Value, frozen=True, kw_only=True):
             f"A rule needs 0 or more bytes and a carveout of -1 to 100; found {self.dynamic_shared_bytes} and "
             f"{self.carveout_percent}.",
         )
-        require(
-            self.hold_us is None or 0 < self.hold_us <= 1000,
-            PlanError,
-            f"A head start must be above 0 and at most 1000 us; found {self.hold_us}.",
-        )
-        require(
-            (self.priority or 0) <= 0,
-            PlanError,
-            f"A priority must be 0 or lower (a lower number is a higher priority); found {self.priority}.",
-        )
+        if self.hold_us is not None:
+            HeadStart(hold_us=self.hold_us)  # the control knows its limits
+        if self.priority is not None:
+            Priority(priority=self.priority)
 
     @property
     def target(self) -> str:

@@ -4,21 +4,13 @@ from collections.abc import Iterable, Sequence
 
 from counterpoint.analysis.headline import CAUSE_WORDS
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.values import Analysis, Aspect, Cause, Recoverable
+from counterpoint.analysis.values import Analysis, Cause, Recoverable
 from counterpoint.errors import printable
 from counterpoint.units import format_numbered, format_percent, format_us
 
 MOST_RANKS_NAMED = 6
 
 CAUSES: dict[Cause, tuple[str, str]] = {cause: (cause.replace("_", " "), words) for cause, words in CAUSE_WORDS.items()}
-ASPECTS: dict[Aspect, str] = {
-    "collective": "collective",
-    "process_group": "process group",
-    "stream": "stream",
-    "module": "module",
-    "phase": "phase",
-    "transport": "transport",
-}
 
 
 def ratio(part: float, whole: float) -> float | None:
