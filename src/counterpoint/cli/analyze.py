@@ -156,10 +156,10 @@ def _each_rank(
     """
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
-    from counterpoint.workers import worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
+    from counterpoint.workers import num_cores, worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
     plans = [simulates and place == 0 for place in range(len(traces))]
-    num_workers = min(len(traces), os.cpu_count() or 1)
+    num_workers = min(len(traces), num_cores())
     if num_workers == 1:
         yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
