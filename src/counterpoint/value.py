@@ -7,7 +7,7 @@ import gc
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -95,6 +95,18 @@ def _holds_json(packed: bytes) -> bool:
         return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(packed, MOST_LETTERS).lstrip().startswith(b"{")
     except zlib.error:
         return False
+
+
+def decode_json(content: bytes, kind: type[T], error: type[CounterpointError], what: str, remedy: str) -> T:
+    """Decode JSON into `kind`. Any problem becomes one `error`: `what` is wrong ("a.json is no plan"), why, and `remedy`."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        why = str(problem.__cause__ or problem).rstrip(".")
+        if isinstance(problem, msgspec.ValidationError) and problem.__cause__ is None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # in a part that was not reached before
+                why, _ = describe_mismatch(problem, kind, msgspec.json.decode(content))
+        raise error(f"{what}: {why}. {remedy}") from problem
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:

@@ -378,7 +378,7 @@ def test_an_input_without_permission(name: str, tmp_path: Path) -> None:
             )
             for command in ("tune", "simulate")
         ),
-        (["workloads", "cb_ar_opt1", "cb_ar_opt2"], r"unexpected extra argument \(cb_ar_opt2\)\. Try"),
+        (["workloads", "cb_ar_opt1", "cb_ar_opt2"], r"'cb_ar_opt2' is one argument too many\. Try"),
         (["fly"], "No such command 'fly'. Try 'counterpoint --help'."),
         (["bench", "papers"], r"Did you mean 'paper'\? Try 'counterpoint bench --help'\."),
     ],
