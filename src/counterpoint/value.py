@@ -87,7 +87,9 @@ def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -
     except msgspec.ValidationError as problem:
         raise error(f"{shown_path(path)}: {_mismatch(problem, kind, content)}") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: huge numbers or endless nesting
-        raise error(f"{shown_path(path)} is not TOML: {problem}. Correct it there, or make the file again.") from problem
+        raise error(
+            f"{shown_path(path)} is not TOML: {_told(problem)}. Correct it there, or make the file again."
+        ) from problem
 
 
 def _holds_json(packed: bytes) -> bool:
@@ -102,11 +104,20 @@ def decode_json(content: bytes, kind: type[T], error: type[CounterpointError], w
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        why = str(problem.__cause__ or problem).rstrip(".")
-        if isinstance(problem, msgspec.ValidationError) and problem.__cause__ is None:
+        why = _told(problem)
+        if isinstance(problem, msgspec.ValidationError) and not isinstance(problem.__cause__, CounterpointError):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # in a part that was not reached before
                 why, _ = describe_mismatch(problem, kind, msgspec.json.decode(content))
         raise error(f"{what}: {why}. {remedy}") from problem
+
+
+def _told(problem: Exception) -> str:
+    """Return why a text cannot be decoded, without a full stop."""
+    if isinstance(problem, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(problem, UnicodeDecodeError):
+        return f"it is not text ({problem.reason})"
+    return str(problem.__cause__ or problem).rstrip(".")
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:
