@@ -75,7 +75,7 @@ class LiveSettings(Value, frozen=True, kw_only=True):
             LEAST_BUDGET_STEPS <= self.budget_steps <= MOST_BUDGET_STEPS,
             PlanError,
             f"A budget must be from {LEAST_BUDGET_STEPS} to {MOST_BUDGET_STEPS:,} steps; found "
-            f"{self.budget_steps:,}. Fewer steps cannot tell a gain from noise.",
+            f"{self.budget_steps:,}. Give one of these: fewer steps cannot tell a gain from noise.",
         )
         require(
             self.guard_every_steps == 0 or self.guard_every_steps >= LEAST_BUDGET_STEPS,
