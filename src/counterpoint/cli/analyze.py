@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
     nargs=-1,
     required=True,
     type=click.Path(),
-    help="Profiler traces (.json, .json.gz) or NCCL Inspector logs of one job, one file for each rank.",
+    help="Profiler traces (.json, .json.gz, .sqlite) or NCCL Inspector logs of one job, one file for each rank.",
 )
 @click.option(
     "--compare", metavar="TRACE", multiple=True, help="A trace of another run to compare with. Repeat it for more ranks."
