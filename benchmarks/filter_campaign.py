@@ -1,4 +1,4 @@
-"""Randomised launches before a double of the driver: none may fail under the filter that would have succeeded without it.
+"""Randomized launches before a double of the driver: none may fail under the filter that would have succeeded without it.
 
 A program (`filter_campaign.c`) launches from several threads, sets, reads and lowers limits, unloads and loads modules,
 forks, and opens libraries whose constructors launch, while tables of random rules are swapped from outside. It knows which

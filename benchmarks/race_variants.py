@@ -15,7 +15,7 @@ import torch.distributed as dist
 from benchmarks.on_gpus import largest, shared_rounds
 from counterpoint.controls import Control, HeadStart, Priority
 from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, SeenFunction
-from counterpoint.launch_filter.rules import FilterRule, rules_of
+from counterpoint.launch_filter.rules import FilterRule, translate
 from counterpoint.measurement.values import Measurement, summarize_rounds
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.candidates import HOLDS_US
@@ -69,7 +69,7 @@ def all_variants(priority: int, held: Sequence[str] = ("*",)) -> tuple[Variant, 
             for names, kind, control in parts
             for name in names
         )
-        return rules_of(Plan(directives=directives))
+        return translate(Plan(directives=directives)).rules
 
     attribute: tuple[Sequence[str], OperationKind, Control] = (("*",), "communication", Priority(priority=priority))
     short, long = ((held, "computation", HeadStart(hold_us=hold_us)) for hold_us in HOLDS_US)

@@ -1,7 +1,7 @@
 """Profiler traces small enough to be test data: what no reader of ours needs is left out, the rest stays as it was written.
 
 Left out: Python functions, arrows (`ac2g`, `fwdbwd`: correlations and sequence numbers say the same), and runtime calls that
-neither launched anything nor recorded, waited for or synchronised anything. Host operations, GPU activity, synchronisation
+neither launched anything nor recorded, waited for or synchronized anything. Host operations, GPU activity, synchronisation
 and what stands beside the events stay.
 """
 

@@ -104,7 +104,7 @@ def _why_no_job(source: str) -> str:
     elif ":" in source:
         what = "does not exist; a function is named as Python imports it, as in jobs.train:make_step"
     else:
-        what = "does not exist"
+        what = f"does not exist; name a trace ({SUFFIXES_IN_WORDS}), a workload file (.toml) or a shipped workload"
     return f"'{shown_path(source)}' {what}. Shipped workloads: {', '.join(workload_names())}."
 
 

@@ -1,7 +1,7 @@
 """A machine: its GPUs, their per-SM limits and the links between them; loaded by name from `machines/*.toml`.
 
 A machine knows nothing of what runs on it. The `[sources]` table of a shipped file gives the source of every figure. On
-AMD, a compute unit is modelled as an SM, a workgroup as a CTA and a wavefront as a warp.
+AMD, a compute unit is modeled as an SM, a workgroup as a CTA and a wavefront as a warp.
 """
 
 import re

@@ -70,10 +70,6 @@ class LocalStore:
         with self._changed:
             return self._values.pop(key, None) is not None
 
-    def num_keys(self) -> int:
-        """Return how many keys there are."""
-        return len(self._values)
-
 
 class RankLostError(DeviceError):
     """A rank did not reach a round in time, or the store has ended: `what` happened, and `whose` output tells more."""

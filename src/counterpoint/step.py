@@ -276,6 +276,10 @@ class Step(Value, frozen=True, kw_only=True):
         assert isinstance(operation, Collective), f"operation {number} is a {operation.kind}"
         return operation
 
+    def collectives(self) -> dict[int, Collective]:
+        """Return the collectives by their numbers."""
+        return {number: each for number, each in enumerate(self.operations) if isinstance(each, Collective)}
+
     def fingerprint(self) -> str:
         """Return sixteen hexadecimal digits that change with operations, order, launches, sizes and streams, not with
         times.
@@ -300,7 +304,7 @@ class Step(Value, frozen=True, kw_only=True):
 
 def contents_of(step: Step) -> tuple[str, ...]:
     """Describe how many operations of each kind a step holds, and its number of ranks."""
-    collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
+    collectives = step.collectives().values()
     num_copies = sum(isinstance(operation, Copy) for operation in step.operations)
     return (
         format_count(len(step.operations) - len(collectives) - num_copies, "kernel"),

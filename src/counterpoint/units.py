@@ -82,6 +82,12 @@ def format_numbered(noun: str, numbers: Iterable[int], most_shown: int | None = 
     return f"{noun}{'s' * (len(found) != 1)} {format_numbers(found, most_shown)}"
 
 
+def format_choice(names: Iterable[str]) -> str:
+    """Print names to choose from: "chunk, peer or fused"."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def format_percent(fraction: float) -> str:
     """Print a fraction as a percentage with one decimal."""
     return f"{100 * fraction:z.1f} %"

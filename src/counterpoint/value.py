@@ -7,7 +7,7 @@ import gc
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -87,7 +87,9 @@ def read_toml(path: Path | str, kind: type[T], error: type[CounterpointError]) -
     except msgspec.ValidationError as problem:
         raise error(f"{shown_path(path)}: {_mismatch(problem, kind, content)}") from problem
     except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # the last two: huge numbers or endless nesting
-        raise error(f"{shown_path(path)} is not TOML: {problem}. Correct it there, or make the file again.") from problem
+        raise error(
+            f"{shown_path(path)} is not TOML: {_told(problem)}. Correct it there, or make the file again."
+        ) from problem
 
 
 def _holds_json(packed: bytes) -> bool:
@@ -95,6 +97,27 @@ def _holds_json(packed: bytes) -> bool:
         return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(packed, MOST_LETTERS).lstrip().startswith(b"{")
     except zlib.error:
         return False
+
+
+def decode_json(content: bytes, kind: type[T], error: type[CounterpointError], what: str, remedy: str) -> T:
+    """Decode JSON into `kind`. Any problem becomes one `error`: `what` is wrong ("a.json is no plan"), why, and `remedy`."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        why = _told(problem)
+        if isinstance(problem, msgspec.ValidationError) and not isinstance(problem.__cause__, CounterpointError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # in a part that was not reached before
+                why, _ = describe_mismatch(problem, kind, msgspec.json.decode(content))
+        raise error(f"{what}: {why}. {remedy}") from problem
+
+
+def _told(problem: Exception) -> str:
+    """Return why a text cannot be decoded, without a full stop."""
+    if isinstance(problem, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(problem, UnicodeDecodeError):
+        return f"it is not text ({problem.reason})"
+    return str(problem.__cause__ or problem).rstrip(".")
 
 
 def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -> str:

@@ -3,6 +3,7 @@
 By default a worker answers Ctrl-C with a traceback, and goes on with the work that waits for it.
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from counterpoint.errors import CounterpointError
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use: a container, Slurm or taskset may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from random import Random
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from counterpoint.analysis.combine import combine
-from counterpoint.analysis.headline import CAUSE_WORDS, with_recoverable
+from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.values import Analysis, Cause, ExposedInterval, RankAnalysis, Recoverable, TracedCollective
 from counterpoint.errors import AnalysisError
 from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
@@ -241,10 +240,6 @@ def test_communication_that_nothing_hides_is_exposed_however_long_the_step_is() 
         "Less than 0.1 % of the step is exposed communication (15 us of 46.15 ms, rank 0), "
         "mainly because the next kernel needs the result."
     )
-
-
-def test_every_cause_has_words() -> None:
-    assert set(get_args(Cause)) <= CAUSE_WORDS.keys()
 
 
 def test_what_cannot_be_known_is_unknown() -> None:

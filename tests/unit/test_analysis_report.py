@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from counterpoint.analysis.values import Analysis, Aspect, Cause, Change, CollectiveSize, OperatorRow
+from counterpoint.analysis.values import Analysis, Cause, Change, CollectiveSize, OperatorRow
 from counterpoint.errors import CounterpointError, TraceError
 from counterpoint.report import analysis_page, analysis_text
 from counterpoint.report.analysis_markdown import markdown_summary
@@ -21,7 +21,7 @@ from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_text import _fitting
 from counterpoint.report.analysis_timeline import Limits, step_origins, timeline_data
 from counterpoint.report.analysis_trace import write_analysis_trace
-from counterpoint.report.analysis_words import ASPECTS, CAUSES, problems_of
+from counterpoint.report.analysis_words import CAUSES, problems_of
 from counterpoint.report.figure_tables import figure_columns, new_figures, text_column
 from helpers.analysis_builder import (
     CLOCK_SHIFT_US,
@@ -58,9 +58,8 @@ def starts_of(lane: dict[str, Any]) -> list[float]:
     return starts
 
 
-def test_every_cause_and_aspect_has_words() -> None:
+def test_every_cause_has_words() -> None:
     assert tuple(CAUSES) == get_args(Cause)
-    assert tuple(ASPECTS) == get_args(Aspect)
 
 
 @pytest.mark.parametrize(("width", "encoding"), TERMINALS)

@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from counterpoint import workers
+from counterpoint.cli.analyze import _each_rank
 from helpers.command import TRACES, counterpoint, refusal
 from helpers.inspector_builder import record, write_log
 
@@ -42,6 +45,13 @@ def test_two_ranks_give_a_report_and_every_file_that_was_asked_for(tmp_path: Pat
     assert found["schema"] == "counterpoint.analysis/1"
     assert sum(cause["share"] for cause in found["causes"]) == pytest.approx(1)
     assert {wait["rank"]: (wait["times_last"], wait["times_first"]) for wait in found["waits"]} == {0: (38, 19), 1: (19, 38)}
+
+
+def test_no_more_processes_read_traces_than_this_one_may_use_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(workers, "worker_processes", lambda *_: pytest.fail("there is one core"))
+    found = _each_rank(DDP, None, lambda *_: None, simulates=False)
+    assert [rank.rank for rank, _ in found] == [0, 1]
 
 
 def test_a_gate_that_fails_says_why_and_ends_with_1(tmp_path: Path) -> None:

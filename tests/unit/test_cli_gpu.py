@@ -24,17 +24,18 @@ HERE = Conditions(
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 @pytest.mark.parametrize(
-    "command",
+    ("command", "without"),
     [
-        "tune train:make_step",
-        "bench paper",
-        "schedule tune all_gather_matmul --rows 8 --inner 8 --columns 8",
+        ("tune train:make_step", "counterpoint tune TRACE"),
+        ("bench paper", "counterpoint bench paper --simulate MACHINE"),
+        ("schedule tune all_gather_matmul --rows 8 --inner 8 --columns 8", "counterpoint schedule show estimates"),
     ],
 )
-def test_where_torch_sees_no_gpu_that_is_said_and_nothing_is_to_be_installed(command: str) -> None:
+def test_where_torch_sees_no_gpu_that_is_said_and_nothing_is_to_be_installed(command: str, without: str) -> None:
     done = counterpoint(*command.split(), CUDA_VISIBLE_DEVICES="", WORLD_SIZE="2", LOCAL_RANK="0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("counterpoint: No GPU is visible, so nothing can be measured. Without GPUs, ")
+    assert done.stderr.endswith(f"{without}.\n")
     assert "pip install" not in done.stderr
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from counterpoint.controls import Priority, ResidencyCap
 from counterpoint.launch_filter import layout
-from counterpoint.launch_filter.rules import FilterRule, rules_of
+from counterpoint.launch_filter.rules import FilterRule, translate
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.traces.classify import Rule, _covers, classify_kernel, communication_patterns, load_rules
 from helpers.build_filter import Built
@@ -172,7 +172,7 @@ def test_patterns_that_another_covers_are_left_out_and_room_stays_for_a_plan() -
 def test_a_rule_for_computation_never_reaches_a_kernel_that_communicates(built: Built, tmp_path: Path) -> None:
     controls = (Priority(priority=-2), ResidencyCap(ctas_per_sm=3, dynamic_shared_bytes=60_000))
     plan = Plan(directives=(Directive(match=Match(kind="computation"), controls=controls, reason="test"),))
-    rules: tuple[FilterRule, ...] = rules_of(plan)
+    rules: tuple[FilterRule, ...] = translate(plan).rules
     for behind in ((), (Path("libstdc++.so.6"),)):
         folder = tmp_path / f"with{len(behind)}"
         folder.mkdir()

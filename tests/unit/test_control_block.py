@@ -16,7 +16,7 @@ from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import control_block, layout
 from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, block_paths
 from counterpoint.launch_filter.library import SOURCES
-from counterpoint.launch_filter.rules import FilterRule, literal_pattern, rules_of, translate
+from counterpoint.launch_filter.rules import FilterRule, literal_pattern, translate
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Step
 from counterpoint.traces.classify import communication_patterns
@@ -190,21 +190,21 @@ def test_the_blocks_of_a_run_are_those_of_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_plan_by_names_becomes_rules_by_names() -> None:
-    (rule,) = rules_of(plan(CAP, Priority(priority=-2), name="gemm*"))
+    (rule,) = translate(plan(CAP, Priority(priority=-2), name="gemm*")).rules
     assert rule == FilterRule(pattern="gemm*", dynamic_shared_bytes=60_000, ctas_per_sm=3, carveout_percent=100, priority=-2)
 
 
 def test_a_plan_by_kind_marks_what_communicates() -> None:
-    *marks, rule = rules_of(plan(GREATEST, kind="communication"))
+    *marks, rule = translate(plan(GREATEST, kind="communication")).rules
     assert [mark.pattern for mark in marks] == list(communication_patterns())
     assert all(mark.is_collective and mark.priority is None for mark in marks)
     assert (rule.kind, rule.priority, rule.target) == ("communication", -5, "communication kernels")
 
 
 def test_a_head_start_knows_which_kernels_communicate() -> None:
-    assert [rule.is_collective for rule in rules_of(plan(HOLD, name="gemm"))] == [True] * len(communication_patterns()) + [
-        False
-    ]
+    *marks, rule = translate(plan(HOLD, name="gemm")).rules
+    assert [mark.is_collective for mark in marks] == [True] * len(communication_patterns())
+    assert not rule.is_collective
 
 
 @pytest.mark.parametrize("controls", [(), (CommunicationCtas(max_ctas=8), Transport(transport="copy_engine"))])

@@ -5,6 +5,8 @@ import statistics
 from pathlib import Path
 
 import pytest
+from benchmarks.heuristic_accuracy import choices
+from benchmarks.heuristic_cases import AGAIN, PRESENT, STORED, stored_cases
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ("ag_mm", "mm_rs")
@@ -76,6 +78,22 @@ def test_the_means_among_the_results_are_of_the_stored_runs(gpus: str, run: tupl
     names = ("all-gather + matmul", "matmul + reduce-scatter")
     found = {(row[0], row[1]): row[2:] for row in rows("results.md", "Operators")}
     assert [cell for name in names for cell in found[name, gpus]] == geometric_means(*run)
+
+
+def test_the_means_of_later_runs_are_those_of_todays_picks() -> None:
+    runs = {"2 H200s": AGAIN["H200, again"][2], "4 H200s": STORED[4]}
+    runs |= {f"{num_gpus} H100s": AGAIN["H100, again"][num_gpus] for num_gpus in (2, 4)}
+    for label, gpus, *cells in rows("ops_measured.md", "Again, on other machines"):
+        run = PRESENT["H200, present calls"][int(gpus[0])] if label.endswith("present calls") else runs[gpus]
+        operation = "ag_mm" if label.startswith("all-gather") else "mm_rs"
+        chosen = [each for each in choices(stored_cases(int(gpus[0]), run)) if each.case.op == operation]
+        picked = [each.case.times_us[each.label] for each in chosen]
+        fused = [each.case.peer_us / time_us for each, time_us in zip(chosen, picked, strict=True)]
+        over = [each.case.times_us["sequential"] / time_us for each, time_us in zip(chosen, picked, strict=True)]
+        best = [each.case.peer_us / min(each.case.times_us.values()) for each in chosen]
+        means = [statistics.geometric_mean(ratios) for ratios in (over, fused, best)]
+        assert cells[:3] == [f"{means[0]:.2f}", f"{means[1]:.3f}", f"{means[2]:.3f}"], (label, gpus)
+        assert cells[4].split(",")[0] == str(sum(ratio < 1 for ratio in fused)), (label, gpus)
 
 
 def geometric_means(num_gpus: int, gpu: str = "h200") -> list[str]:

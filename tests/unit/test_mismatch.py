@@ -2,7 +2,7 @@
 
 import copy
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from counterpoint.analysis.gate import load_baseline
 from counterpoint.doctor.job_context import JobContext
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine
 from counterpoint.mismatch import describe_mismatch, nearest
+from counterpoint.paper.stored import read_grid
 from counterpoint.plan import Plan
+from counterpoint.schedule.routing import read_routing
+from counterpoint.validation.records import load_measured
 from counterpoint.value import read_toml
 from counterpoint.workloads.description import Description
 
@@ -241,3 +245,23 @@ MATMUL = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT"
 def test_the_name_that_a_misspelt_one_or_a_pattern_means(name: str, found: str) -> None:
     assert nearest(name, {GATHER, REDUCE, MATMUL}) == found
     assert nearest(name, ()) == ""
+
+
+NESTED = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("read", [load_measured, load_baseline, read_routing, lambda path: read_grid(path, {}, 2)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[1",
+        b'{"digest": 1, "schema": 1}',
+        b'{"schema": "counterpoint.analysis/1", "digest": "\xff", "conditions": {"a": "\xff"}}',
+        b'{"digest": "0", "schema": "", "machine": "", "num_gpus": 2, "conditions": {"a": ' + NESTED + b"}}",
+    ],
+    ids=["cut", "other types", "no text", "nested"],
+)
+def test_json_that_cannot_be_read_is_one_line(read: Callable[[Path], object], content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CounterpointError, match=r"^\S*a\.json (is|does|holds) no[^\n]*: [^\n]*\. (Give|Save) [^\n]*\.$"):
+        read(tmp_path / "a.json")

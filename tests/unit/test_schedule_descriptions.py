@@ -94,7 +94,7 @@ def test_a_small_first_chunk_is_sent_and_multiplied_first() -> None:
         (lambda: problem(num_columns=-5), "num_columns .* found -5"),
         (lambda: make_schedule(problem(), SEQUENTIAL), "'sequential' runs the library's collective"),
         (lambda: schedule_of("all_to_all_matmul", pattern="ring"), "takes the pattern one_peer or all_peers; found 'ring'"),
-        (lambda: schedule_of("matmul_reduce_scatter", matmul="rest"), "chunk or peer or fused; found 'rest'"),
+        (lambda: schedule_of("matmul_reduce_scatter", matmul="rest"), "chunk, peer or fused; found 'rest'"),
         (
             lambda: schedule_of("matmul_reduce_scatter", pattern="ring", matmul="fused"),
             "pattern 'ring' takes matmul granularity chunk; found 'fused'",

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
+from counterpoint.analysis.coincidence import ERROR_PER_DURATION
 from counterpoint.analysis.matching import SharedCollective
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value
 
 LEAST_ERROR_US = 1.0  # a microsecond between the ends of the shortest collectives
-ERROR_PER_DURATION = 0.1  # the largest observed difference of ends, as a share of the shorter duration
 LEAST_FOR_DRIFT = 9  # shared collectives: at least three in a third
 SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # the root or a sender may end before others do
 

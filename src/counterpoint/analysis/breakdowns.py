@@ -1,6 +1,7 @@
 """The communication of the steady steps, broken down by aspects of its collectives, and exposed time by cause."""
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from counterpoint.analysis.values import (
     Aspect,
@@ -13,8 +14,8 @@ from counterpoint.analysis.values import (
     TracedCollective,
 )
 
-UNKNOWN = "unknown"
-ASPECTS: tuple[Aspect, ...] = ("collective", "process_group", "stream", "module", "phase", "transport")
+UNKNOWN = "unknown"  # a module or phase that the trace does not give; tables of nothing else are not printed
+ASPECTS: tuple[Aspect, ...] = get_args(Aspect)
 
 Collectives = Mapping[tuple[int, int], TracedCollective]  # by rank and number
 

@@ -43,7 +43,7 @@ def steps_apart(first: Sequence[TracedCollective], second: Sequence[TracedCollec
 def do_coincide(
     first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None = None
 ) -> bool:
-    """Return whether ends lie as close as those of shared collectives, and as far apart as the neighbouring clocks do."""
+    """Return whether ends lie as close as those of shared collectives, and as far apart as the neighboring clocks do."""
     if distance_us is not None:
         is_near = abs(median(distances(first, second, run)) - distance_us) <= 2 * max(_errors(first, second, run))
         if not is_near:

@@ -23,7 +23,7 @@ from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures, s
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.units import format_percent, format_us
-from counterpoint.value import Value, require
+from counterpoint.value import Value, decode_json, require
 
 Unit = Literal["share", "us"]
 SHARES_ONLY = ("overlap",)
@@ -105,20 +105,18 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
 def load_baseline(path: Path | str) -> Analysis:
     """Read a file that `analyze -o` saved. Raises `AnalysisError`."""
     content = bytes(read_limited(path, AnalysisError, "give a file that `counterpoint analyze -o` saved"))
-    try:
-        schema = msgspec.json.decode(content, type=_Versioned).schema
-        require(
-            schema == SCHEMA,
-            AnalysisError,
-            f"{shown_path(path)} has the schema '{shown(schema)}', but this version reads '{SCHEMA}'. Save it again.",
-        )
-        return msgspec.json.decode(content, type=Analysis)
-    except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-        raise AnalysisError(f"{shown_path(path)} is not a saved analysis: {problem}. Save one with analyze -o.") from problem
+    what, remedy = f"{shown_path(path)} is not a saved analysis", "Save one with analyze -o."
+    schema = decode_json(content, _Versioned, AnalysisError, what, remedy).schema
+    require(
+        schema == SCHEMA,
+        AnalysisError,
+        f"{shown_path(path)} has the schema '{shown(schema)}', but this version reads '{SCHEMA}'. Save it again.",
+    )
+    return decode_json(content, Analysis, AnalysisError, what, remedy)
 
 
 class _Versioned(msgspec.Struct):
-    schema: str = ""
+    schema: str
 
 
 def _violation(analysis: Analysis, condition: Condition, baseline: Analysis | None) -> str:

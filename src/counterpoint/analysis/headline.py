@@ -23,12 +23,12 @@ MOST_LINES = 3
 LEAST_SHOWN_SHARE = 0.0005  # of the step or of the communication; a smaller share prints as 0.0 %
 LEAST_LAUNCH_BOUND_SHARE = 0.05  # of the step; from this share on, a line about the host is added
 
-CAUSE_WORDS: Mapping[str, str] = {
+CAUSE_WORDS: Mapping[Cause, str] = {
     "dependent": "the next kernel needs the result",
     "starved": "collectives wait for SMs that other kernels hold",
     "own_stream": "collectives run on the computation's own stream",
     "queued": "collectives wait behind other collectives",
-    "hardware_queue": "collectives are serialised in a hardware queue",
+    "hardware_queue": "collectives are serialized in a hardware queue",
     "launched_late": "the host launches collectives late",
     "slow_rank": "ranks wait for slower ones",
     "uneven": "all-to-alls are split unevenly",

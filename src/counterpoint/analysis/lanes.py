@@ -1,4 +1,4 @@
-"""Prepares the operations of one step for drawing, some ten thousand at most: close neighbours of one kind are merged."""
+"""Prepares the operations of one step for drawing, some ten thousand at most: close neighbors of one kind are merged."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def _runs(timed: TimedTrace, line: Sequence[int], window: Span) -> list[Run]:
 
 
 def _merged(timed: TimedTrace, roles: tuple[Role, ...], runs: list[Run], most: int) -> list[Run]:
-    """Join neighbours of one stream and role until at most `most` runs are left; the shortest joint spans go first."""
+    """Join neighbors of one stream and role until at most `most` runs are left; the shortest joint spans go first."""
     while len(runs) > most:
         spans = [_joint_span(timed, roles, before, after) for before, after in pairwise(runs)]
         possible = sorted(span for span in spans if span is not None)

@@ -38,17 +38,17 @@ def analyze_rank(trace: ActivityTrace) -> RankAnalysis:
 
     The cost grows with the number of GPU operations. Raises nothing for a trace that `read_activity` accepts.
     """
-    return analyze_rank_and_step(trace, with_step=False)[0]
+    with cyclic_gc_paused():
+        timed = time_trace(trace)
+        return _analyze(timed, find_windows(timed))
 
 
-def analyze_rank_and_step(trace: ActivityTrace, *, with_step: bool) -> tuple[RankAnalysis, TracedStep | None]:
-    """Return a rank's analysis, and the step to plan for if it is wanted and there is one; look for steps only once."""
+def analyze_rank_and_step(trace: ActivityTrace) -> tuple[RankAnalysis, TracedStep | None]:
+    """Return a rank's analysis, and the step to plan for if there is one; look for steps only once."""
     with cyclic_gc_paused():
         timed = time_trace(trace)
         windows = find_windows(timed)
         analysis = _analyze(timed, windows)
-        if not with_step:
-            return analysis, None
         try:
             return analysis, traced_step_of(trace, steps=windows.steps, dependencies=timed.dependencies)
         except CounterpointError:

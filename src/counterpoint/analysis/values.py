@@ -26,7 +26,7 @@ Cause = Literal[
     "starved",  # launched, but waiting for SMs that kernels hold
     "own_stream",  # on the computation's own stream
     "queued",  # behind another collective
-    "hardware_queue",  # serialised in a hardware queue
+    "hardware_queue",  # serialized in a hardware queue
     "launched_late",  # the host issued it late
     "slow_rank",  # waiting for a rank that arrived later
     "uneven",  # an uneven split gives this rank more to move than others

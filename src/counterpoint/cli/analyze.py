@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
     nargs=-1,
     required=True,
     type=click.Path(),
-    help="Profiler traces (.json, .json.gz) or NCCL Inspector logs of one job, one file for each rank.",
+    help="Profiler traces (.json, .json.gz, .sqlite) or NCCL Inspector logs of one job, one file for each rank.",
 )
 @click.option(
     "--compare", metavar="TRACE", multiple=True, help="A trace of another run to compare with. Repeat it for more ranks."
@@ -156,10 +156,10 @@ def _each_rank(
     """
     from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
-    from counterpoint.workers import worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
+    from counterpoint.workers import num_cores, worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
     plans = [simulates and place == 0 for place in range(len(traces))]
-    num_workers = min(len(traces), os.cpu_count() or 1)
+    num_workers = min(len(traces), num_cores())
     if num_workers == 1:
         yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
         return
@@ -179,13 +179,13 @@ def _analyze_file(
 ) -> "tuple[RankAnalysis, TracedStep | None]":
     """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents."""
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
-    from counterpoint.analysis.rank import analyze_rank_and_step  # noqa: PLC0415
+    from counterpoint.analysis.rank import analyze_rank, analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
     trace = read_activity(Path(path), on_progress)
-    rank, step = analyze_rank_and_step(trace, with_step=is_planned)
+    rank, step = analyze_rank_and_step(trace) if is_planned else (analyze_rank(trace), None)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
         rank = replace(rank, rank=int(named[1]) if named else UNNAMED)

@@ -227,7 +227,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
 def _measure_paper(asked: BenchOptions) -> None:
     from counterpoint.cuda.ranks import join_ranks  # noqa: PLC0415
 
-    rank = join_ranks()
+    rank = join_ranks("Without GPUs, simulate: counterpoint bench paper --simulate MACHINE.")
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.paper.cases import paper_workload_names  # noqa: PLC0415
     from counterpoint.paper.on_gpu import check_cases, measure_workload, on_these_ranks  # noqa: PLC0415

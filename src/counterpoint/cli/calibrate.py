@@ -14,7 +14,7 @@ import msgspec
 
 from counterpoint.cli.options import Command, output_option
 from counterpoint.errors import MachineError, say, shown, shown_path
-from counterpoint.value import check_outputs, require
+from counterpoint.value import check_outputs, check_toml_name, require
 
 if TYPE_CHECKING:
     from counterpoint.cuda.probes.runner import ProbeResult
@@ -47,11 +47,8 @@ def calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415  a fast --help
 
     check_outputs((output,))
-    require(
-        output is None or output.suffix.lower() == ".toml",
-        MachineError,
-        f"A calibration file's name ends in .toml; found '{shown_path(output)}'. Name it so.",
-    )
+    if output is not None:
+        check_toml_name(output, "calibration", MachineError)
     require(
         not (again and only),
         MachineError,

@@ -79,14 +79,14 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words. Raises `click.UsageError` that always knows its command; click's lacks it for a missing value."""
-        ctx.allow_extra_args = bool(self.if_more)
+        ctx.allow_extra_args = True  # click's own error does not say what is wrong with them
         try:
             rest = super().parse_args(ctx, args)
         except click.UsageError as problem:
             problem.ctx = problem.ctx or ctx
             raise
         if rest and not ctx.resilient_parsing:
-            ctx.fail(f"'{shown(rest[0])}' is one argument too many. {self.if_more}")
+            ctx.fail(f"'{shown(rest[0])}' is one argument too many. {self.if_more}".rstrip())
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -87,8 +87,8 @@ def export(file: Path, *, nccl_tuner: bool, output: Path | None, step: str | Non
     chosen = next((each for each in ALGORITHMS if each == algorithm), None)
     wire = next((each for each in PROTOCOLS if each == protocol), None)
     if chosen is None or wire is None:
-        wrong, known = (algorithm, ALGORITHMS) if chosen is None else (protocol, PROTOCOLS)
-        raise CounterpointError(f"NCCL has no '{shown(wrong)}'. Give one of {', '.join(known)}.")
+        what, wrong, known = ("algorithm", algorithm, ALGORITHMS) if chosen is None else ("protocol", protocol, PROTOCOLS)
+        raise CounterpointError(f"NCCL has no {what} '{shown(wrong)}'. Give one of {', '.join(known)}.")
     check_outputs((output,), inputs=(file,))
     found = tuner_file(load_plan(file), load_job(step).step if step is not None else None)
     text = found.written(chosen, wire)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, output_option
-from counterpoint.errors import CounterpointError, cause_of, say
+from counterpoint.errors import CounterpointError, reason_of, say
 from counterpoint.kernel_names import readable
 from counterpoint.value import check_outputs
 
@@ -149,7 +149,7 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
     except (OSError, SystemExit):  # rich raises SystemExit when the reader has exited
         pass  # standard error is full, or nothing reads it any more
     except Exception as problem:
-        say(f"the report cannot be printed ({type(problem).__name__}: {cause_of(problem, 200)})")
+        say(f"the report cannot be printed ({reason_of(problem)})")
     return unsaved or _why_unproven(outcome)
 
 

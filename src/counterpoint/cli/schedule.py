@@ -11,7 +11,8 @@ import click
 
 from counterpoint.cli.options import Group, argument, json_option, machine_option, output_option
 from counterpoint.errors import DeviceError, ScheduleError, shown_path
-from counterpoint.schedule.actions import ELEMENT_BYTES, DataType, ExpertOperation, Operation, Problem
+from counterpoint.machine import ELEMENT_BYTES
+from counterpoint.schedule.actions import DataType, ExpertOperation, Operation, Problem
 from counterpoint.schedule.description import (
     LEAST_GROWTH,
     MAX_CHUNKS,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from counterpoint.report.summary import Summary
     from counterpoint.timeline import Timeline
 
-STEP = "A profiler trace (.json, .json.gz), a workload file (.toml) or the name of a workload"
+STEP = "A profiler trace (.json, .json.gz, .sqlite), a workload file (.toml) or the name of a workload"
 SEVERAL = "Give one; `counterpoint analyze` takes the traces of several ranks."
 
 machine_of_step_option = machine_option(

@@ -52,14 +52,10 @@ def extend_step(step: Step, fabric: Fabric, num_ranks: int | None = None) -> Ext
     if ranks == step.num_ranks and ranks <= gpus:
         return Extended(step=step, assumptions=())
     times = CollectiveTimes(fabric=fabric, calibration=load_calibration(fabric.machine))
-    growing = [each for each in _collectives(step) if each.group_size == step.num_ranks]
+    growing = [each for each in step.collectives().values() if each.group_size == step.num_ranks]
     operations = tuple(_extended(operation, step.num_ranks, ranks, times) for operation in step.operations)
     found = msgspec.structs.replace(step, num_ranks=ranks, operations=operations)
     return Extended(step=found, assumptions=tuple(_assumptions(step, fabric, ranks, len(growing))))
-
-
-def _collectives(step: Step) -> list[Collective]:
-    return [operation for operation in step.operations if isinstance(operation, Collective)]
 
 
 def _extended(operation: Operation, before: int, after: int, times: CollectiveTimes) -> Operation:
@@ -87,7 +83,7 @@ def _extended(operation: Operation, before: int, after: int, times: CollectiveTi
 
 
 def _assumptions(step: Step, fabric: Fabric, ranks: int, num_growing: int) -> list[str]:
-    total = len(_collectives(step))
+    total = len(step.collectives())
     found = [
         f"Extended from {step.num_ranks} to {ranks:,} ranks on cluster '{shown(fabric.cluster.name)}': "
         f"{fabric.cluster.num_nodes:,} nodes. Simulated; never compared with hardware.",
@@ -96,9 +92,9 @@ def _assumptions(step: Step, fabric: Fabric, ranks: int, num_growing: int) -> li
         "Assumed: every rank keeps its batch and its kernels (weak scaling); an optimizer that is sharded over more ranks "
         "would take less time than here.",
     ]
-    if ranks > step.num_ranks and any(each.parts is not None for each in _collectives(step)):
+    if ranks > step.num_ranks and any(each.parts is not None for each in step.collectives().values()):
         found.append("Assumed: parts of uneven all-to-alls whose group grows are equal there, as large together as now.")
-    if any(each.lone_us is not None for each in _collectives(step)):
+    if any(each.lone_us is not None for each in step.collectives().values()):
         found.append("Assumed: traced times of collectives scale as the models of the node's links and of the switches do.")
     levels = ", ".join(
         f"{level.name} of {level.num_nodes:,} nodes at {level.efficiency:.0%} of "

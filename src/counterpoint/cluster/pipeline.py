@@ -1,9 +1,9 @@
 """Pipeline schedules: the order in which a stage works on micro-batches, and when everything is done.
 
 1F1B and its interleaved form follow Megatron-LM's order (Narayanan et al., arXiv 2104.04473). zero_bubble splits the
-backward pass into gradients of inputs and of weights and fills waits with the latter, with no more activations in memory
-than 1F1B (ZB-H1 of Qi et al., arXiv 2401.10241, in its handcrafted order). Times are those of one stage's passes; it knows
-nothing of GPUs.
+backward pass into gradients of inputs and of weights, and fills waits with the latter. It holds no more activations in
+memory than 1F1B (ZB-H1 of Qi et al., arXiv 2401.10241, in its handcrafted order). Times are those of one stage's passes;
+this module knows nothing of GPUs.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,6 @@ Combinations are handed out in pieces, in their order, so that neighbors share s
 appended to a CSV file at once. A combination that is impossible is kept too, with the reason, so that it is not tried again.
 """
 
-import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,7 +13,7 @@ from counterpoint.cluster.estimate import ClusterEstimate, PassMemory, estimate_
 from counterpoint.cluster.sweep_file import SweepFile
 from counterpoint.cluster.sweep_store import SweepRow, SweepStore
 from counterpoint.errors import CounterpointError, DeviceError, cause_of
-from counterpoint.workers import worker_processes
+from counterpoint.workers import num_cores, worker_processes
 
 PIECE = 16  # combinations handed out at a time
 MOST_PIECES = 4  # a worker's share that waits, so that Ctrl-C ends soon
@@ -84,12 +83,8 @@ def _ranked(figures: ClusterEstimate) -> tuple[float, ...]:
     return figures.tokens_per_s_per_gpu, -figures.memory_bytes, -float(figures.num_gpus)
 
 
-def _num_workers() -> int:
-    return max(1, len(os.sched_getaffinity(0)))
-
-
 def _on_cores(sweep: SweepFile, pieces: Sequence[Sequence[Point]]) -> Iterator[list[SweepRow]]:
-    workers = min(_num_workers(), len(pieces))
+    workers = min(num_cores(), len(pieces))
     if workers <= 1:
         yield from (estimate_points(sweep, piece) for piece in pieces)
         return

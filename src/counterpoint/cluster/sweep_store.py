@@ -16,6 +16,7 @@ import msgspec
 from counterpoint.cluster.estimate import ClusterEstimate
 from counterpoint.cluster.sweep_file import TABLE_OF
 from counterpoint.errors import CounterpointError, MachineError, shown_path
+from counterpoint.units import format_choice
 from counterpoint.value import Value, require, write_whole
 
 SUFFIXES = (".csv", ".parquet")
@@ -41,7 +42,7 @@ def check_store(path: Path) -> None:
     require(
         path.suffix.lower() in SUFFIXES,
         CounterpointError,
-        f"A sweep file must end in {' or '.join(SUFFIXES)}; found '{shown_path(path)}'. Rename it.",
+        f"A sweep file must end in {format_choice(SUFFIXES)}; found '{shown_path(path)}'. Rename it.",
     )
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise CounterpointError(

@@ -133,9 +133,8 @@ def _obstacle_in(
         is_operator = isinstance(control, OverlapMatmul) and kind != "all_to_all"
         large = {
             number
-            for number, each in enumerate(step.operations)
-            if isinstance(each, Collective)
-            and each.collective == kind
+            for number, each in step.collectives().items()
+            if each.collective == kind
             and _may_be_moved(each)
             and (isinstance(control, Transport) or each.process_group in groups)
             and (number in paired or not is_operator)

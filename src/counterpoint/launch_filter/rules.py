@@ -2,8 +2,8 @@
 
 An eager launch has only a name: no place in a step, no process group, no size. If the step is known, the operations that a
 plan's directives match are translated to names. If names cannot express what the plan means, a cap is refused, because it
-would slow other kernels. A priority or a head start has an effect only if there is something to race, so it is given to all
-launches of that name (to all that communicate, if the plan means a collective), and a remark says so.
+would slow other kernels. A priority or a head start has an effect only if there is something to race. So all launches of
+that name get it, or all that communicate if the plan means a collective, and a remark says so.
 
 This module knows nothing of the layout of the control block, nor of how the driver handles a rule.
 """
@@ -50,16 +50,10 @@ class FilterRule(Value, frozen=True, kw_only=True):
             f"A rule needs 0 or more bytes and a carveout of -1 to 100; found {self.dynamic_shared_bytes} and "
             f"{self.carveout_percent}.",
         )
-        require(
-            self.hold_us is None or 0 < self.hold_us <= 1000,
-            PlanError,
-            f"A head start must be above 0 and at most 1000 us; found {self.hold_us}.",
-        )
-        require(
-            (self.priority or 0) <= 0,
-            PlanError,
-            f"A priority must be 0 or lower (a lower number is a higher priority); found {self.priority}.",
-        )
+        if self.hold_us is not None:
+            HeadStart(hold_us=self.hold_us)  # the control knows its limits
+        if self.priority is not None:
+            Priority(priority=self.priority)
 
     @property
     def target(self) -> str:
@@ -75,11 +69,6 @@ class Translation(Value, frozen=True, kw_only=True):
     rules: tuple[FilterRule, ...]
     refusals: tuple[Refusal, ...] = ()
     remarks: tuple[str, ...] = ()
-
-
-def rules_of(plan: Plan, step: Step | None = None) -> tuple[FilterRule, ...]:
-    """Return the rules for a plan; `translate` also returns what is missing from them."""
-    return translate(plan, step).rules
 
 
 def translate(plan: Plan, step: Step | None = None) -> Translation:

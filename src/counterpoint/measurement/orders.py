@@ -2,10 +2,10 @@
 
 What ran just before leaves a GPU warmer or cooler, clocks drift, and a job may do something longer every so many steps. So
 in each block of rounds every variant takes every place equally often and follows every other variant equally often within
-rounds (Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949). Who is who,
-and the order of the rounds in a block, are drawn anew for each block from a seed that is drawn for each run, so that no
-disturbance can favour a variant by its period: a test may count the orders that could have been drawn instead (Fisher, "The
-Design of Experiments", 1935).
+rounds (Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949). A seed is
+drawn for each run. From it, each block draws which variant is which, and the order of its rounds. So no disturbance can
+favor a variant by its period, and a test may count the orders that could have been drawn instead (Fisher, "The Design of
+Experiments", 1935).
 """
 
 import random
@@ -31,7 +31,7 @@ def williams_square(num_variants: int) -> tuple[Round, ...]:
     There are as many rounds as variants, and twice as many for an odd number of them, which no single square balances.
     """
     low, high, first = 0, num_variants - 1, []
-    for place in range(num_variants):  # 0, 1, n - 1, 2, n - 2, ...: all differences between neighbours are different
+    for place in range(num_variants):  # 0, 1, n - 1, 2, n - 2, ...: all differences between neighbors are different
         first.append(low if place == 0 or place % 2 else high)
         if place == 0 or place % 2:
             low += 1

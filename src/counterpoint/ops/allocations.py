@@ -1,7 +1,7 @@
 """Tells whether memory is still the one that a graph was recorded with.
 
-The driver resolves the addresses of a graph's copies when the graph is made. If torch gives memory back to the driver
-(`empty_cache()`, or when no other memory is left) and later gets new memory at the same address, a replay fails with
+The driver resolves the addresses of a graph's copies when the graph is made. Torch may give memory back to the driver
+(`empty_cache()`, or when no other memory is left) and later get new memory at the same address. Then a replay fails with
 "invalid argument", or the process crashes in the driver (both seen with driver 580.159). Kernels only need the address to be
 valid. The driver numbers its allocations and never uses a number twice.
 """

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from counterpoint.errors import INSTALL
+from counterpoint.units import format_choice
 from counterpoint.value import Value
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -74,5 +75,5 @@ def _flush_obstacle(device: torch.device, peers: list[int]) -> str:
         return ""
     return (
         f"GPU {device.index} ({name}) cannot flush remote writes in a wait (CAN_FLUSH_REMOTE_WRITES is 0); "
-        f"without that, copy engines are proven only on NVLink between {' or '.join(PROVEN_WITHOUT_FLUSH)} GPUs"
+        f"without that, copy engines are proven only on NVLink between {format_choice(PROVEN_WITHOUT_FLUSH)} GPUs"
     )

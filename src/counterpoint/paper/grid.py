@@ -38,7 +38,7 @@ from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.sim.effects import COPY_ENGINE_COLLECTIVES
-from counterpoint.step import Collective, Footprint, Kernel, Step
+from counterpoint.step import Footprint, Kernel, Step
 
 Parts = list[tuple[Match, Control]]
 
@@ -104,7 +104,7 @@ def sweep_plans(step: Step, machine: Machine) -> dict[str, Plan]:
 
 def _copied(step: Step) -> dict[str, Plan]:
     """Return a plan that runs all collectives by copy engines, if the simulator supports that."""
-    kinds = {operation.collective for operation in step.operations if isinstance(operation, Collective)}
+    kinds = {collective.collective for collective in step.collectives().values()}
     if not kinds or not kinds <= {*COPY_ENGINE_COLLECTIVES, *SUMMED_COLLECTIVES}:
         return {}
     return {COPY_ENGINES: plan_of([(Match(kind="communication"), MOVED)])}

@@ -12,7 +12,7 @@ from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.paper.values import PaperResult
 from counterpoint.step import Step
-from counterpoint.value import Value, require, write_json, write_whole
+from counterpoint.value import Value, decode_json, require, write_json, write_whole
 
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # these are the same for all workloads of a file
 REMEDY = "Give a file that `bench paper -o` wrote on GPUs, or a new name"
@@ -50,10 +50,9 @@ def read_grid(path: Path | None, conditions: dict[str, Any], num_ranks: int) -> 
     if path is None or not path.exists():
         return StoredGrid(conditions=conditions)
     content = bytes(read_limited(path, CounterpointError, REMEDY))
-    try:
-        found = msgspec.json.decode(content, type=StoredGrid)
-    except msgspec.DecodeError as problem:
-        raise CounterpointError(f"{shown_path(path)} holds no grid of the paper: {problem}. {REMEDY}.") from problem
+    found = decode_json(
+        content, StoredGrid, CounterpointError, f"{shown_path(path)} holds no grid of the paper", f"{REMEDY}."
+    )
     others = sorted({result.num_ranks for result in found.result} - {num_ranks})
     require(
         not others,

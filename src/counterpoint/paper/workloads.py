@@ -150,7 +150,7 @@ def check_runnable(description: Description) -> None:
     if description.num_ranks < 2:
         raise WorkloadError(
             "The paper's workloads communicate between GPUs, but only one rank was started. Start two or more: "
-            "torchrun --nproc-per-node 2 --no-python counterpoint bench paper."
+            "torchrun --nproc-per-node 2 -m counterpoint bench paper."
         )
     for axis, size, tile in zip("MNK", (gemm.m, gemm.n, gemm.k), gemm.tile_sizes, strict=True):
         if size % tile or tile & (tile - 1) or tile < 16:

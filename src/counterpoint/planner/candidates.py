@@ -18,7 +18,7 @@ from counterpoint.planner.light_kernels import propose_light_kernels
 from counterpoint.planner.movements import ALONE, propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
 from counterpoint.sim.effects import light_footprint
-from counterpoint.step import Collective, Footprint, Kernel, Step
+from counterpoint.step import Footprint, Kernel, Step
 from counterpoint.units import format_count, format_us
 from counterpoint.value import Value
 
@@ -96,7 +96,7 @@ def propose_unsimulated(step: Step, machine: Machine) -> tuple[Candidate, ...]:
     rivals = find_rivals(step)
     if not rivals:
         return ()
-    collectives = tuple(index for index, operation in enumerate(step.operations) if isinstance(operation, Collective))
+    collectives = tuple(step.collectives())
     candidates = list(_head_starts_of(rivals)) if machine.gpu.has_head_starts else []
     if machine.gpu.priority_is_effective:
         reason = "kernels become ready at the same time as collectives; a higher priority places the collectives first"

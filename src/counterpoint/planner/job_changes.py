@@ -81,7 +81,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
     main = kernels.most_common(1)[0][0]
     on_main = [number for number, each in _movable(step) if each.stream == main]
     if on_main:
-        names = dict.fromkeys(each.collective for each in step.operations if isinstance(each, Collective))
+        names = dict.fromkeys(each.collective for each in step.collectives().values())
         used = dict.fromkeys(step.collective(number).collective for number in on_main)
         yield OWN_STREAM.format(" and ".join(name for name in names if name in used)), _on_own_stream(step, main, on_main)
     gathers = _beside(step, main, "all_gather")
@@ -104,8 +104,7 @@ def _beside(step: Step, main: int, collective: str) -> list[int]:
 
 def _movable(step: Step) -> list[tuple[int, Collective]]:
     """Return the collectives, with their numbers, that move data between GPUs, or may."""
-    collectives = [(number, each) for number, each in enumerate(step.operations) if isinstance(each, Collective)]
-    return [(number, each) for number, each in collectives if obstacle_to_moving(each) is None]
+    return [(number, each) for number, each in step.collectives().items() if obstacle_to_moving(each) is None]
 
 
 def _on_own_stream(step: Step, main: int, moved: Sequence[int]) -> Step:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
+from counterpoint.analysis.breakdowns import ASPECTS, UNKNOWN
 from counterpoint.analysis.logged import is_logged
 from counterpoint.analysis.values import Analysis, Aspect, Breakdown, Change, CollectiveSize, CollectiveSkew
 from counterpoint.report.analysis_rank_tables import (
@@ -19,11 +20,9 @@ from counterpoint.report.analysis_rank_tables import (
     slowdowns_table,
     steps_table,
 )
-from counterpoint.report.analysis_words import ASPECTS, CAUSES, ratio
+from counterpoint.report.analysis_words import CAUSES, ratio
 from counterpoint.report.figure_tables import Cell, FigureTable, Kind, figure_columns, format_cell, new_figures, text_column
 from counterpoint.units import format_bytes
-
-UNKNOWN = "unknown"  # a module or phase that the trace does not give; a table with nothing else is left out
 
 
 def tables_of(analysis: Analysis) -> tuple[FigureTable, ...]:
@@ -141,12 +140,13 @@ def _by_aspect(rows: Iterable[Breakdown]) -> Iterator[tuple[Aspect, list[Breakdo
 
 
 def _breakdown(aspect: Aspect, rows: Iterable[Breakdown]) -> FigureTable:
+    name = aspect.replace("_", " ")
     return new_figures(
         f"by-{aspect.replace('_', '-')}",
-        f"Communication by {ASPECTS[aspect]}",
+        f"Communication by {name}",
         "Means per steady step and rank. Communication is the time in which pieces of collectives run.",
         [
-            text_column(ASPECTS[aspect]),
+            text_column(name),
             *figure_columns("us", "communication", "exposed"),
             *figure_columns("share", "exposed share"),
             *figure_columns("number", "collectives", is_detail=True),

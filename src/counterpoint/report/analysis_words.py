@@ -2,33 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 
+from counterpoint.analysis.headline import CAUSE_WORDS
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.values import Analysis, Aspect, Cause, Recoverable
+from counterpoint.analysis.values import Analysis, Cause, Recoverable
 from counterpoint.errors import printable
 from counterpoint.units import format_numbered, format_percent, format_us
 
 MOST_RANKS_NAMED = 6
 
-CAUSES: dict[Cause, tuple[str, str]] = {
-    "dependent": ("dependent", "the next kernel needs the result"),
-    "starved": ("starved", "launched, but waiting for SMs that other kernels hold"),
-    "own_stream": ("own stream", "on the computation's own stream"),
-    "queued": ("queued", "behind another collective"),
-    "hardware_queue": ("hardware queue", "serialised in a hardware queue"),
-    "launched_late": ("launched late", "the host issued it late"),
-    "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
-    "uneven": ("uneven split", "this rank has more to move than others"),
-    "tail": ("tail", "at the end of the step, where nothing is left to compute"),
-    "gap": ("gap", "between two kernels that do not need it: a launch gap, a fill or a copy"),
-}
-ASPECTS: dict[Aspect, str] = {
-    "collective": "collective",
-    "process_group": "process group",
-    "stream": "stream",
-    "module": "module",
-    "phase": "phase",
-    "transport": "transport",
-}
+CAUSES: dict[Cause, tuple[str, str]] = {cause: (cause.replace("_", " "), words) for cause, words in CAUSE_WORDS.items()}
 
 
 def ratio(part: float, whole: float) -> float | None:

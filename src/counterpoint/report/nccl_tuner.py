@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.plan import Directive, Match, Plan
-from counterpoint.step import Collective, CollectiveKind, Step
+from counterpoint.step import CollectiveKind, Step
 from counterpoint.value import Value
 
 Algorithm = Literal["tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"]
@@ -120,13 +120,9 @@ def _ranges(directive: Directive, step: Step | None, left_out: list[str]) -> Ite
         kinds: Sequence[CollectiveKind] = (match.collective,) if match.collective is not None else tuple(TUNED)
         found = [(kind, match.num_bytes) for kind in kinds]
     else:
-        meant = match.accepted(step)
-        found = list(
-            dict.fromkeys(_size_of(step, index) for index in meant if isinstance(step.operations[index], Collective))
-        )
-        others = {
-            _size_of(step, i) for i, each in enumerate(step.operations) if i not in meant and isinstance(each, Collective)
-        }
+        meant = set(match.accepted(step))
+        found = list(dict.fromkeys(_size_of(step, number) for number in step.collectives() if number in meant))
+        others = {_size_of(step, number) for number in step.collectives() if number not in meant}
         left_out += [
             f"other {kind} of {size:,} bytes get the same CTAs, because a tuner plugin cannot tell them apart"
             for kind, size in found

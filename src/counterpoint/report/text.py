@@ -23,7 +23,7 @@ from counterpoint.planner import Trial
 from counterpoint.report.lanes import ASCII_BLOCKS, BLOCKS, draw_lanes
 from counterpoint.report.narrow import WholeWordTable
 from counterpoint.report.summary import ReportRow
-from counterpoint.step import Collective, Copy, Step
+from counterpoint.step import Copy, Step
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_bytes, format_change, format_count, format_percent, format_rate, format_span, format_us
 from counterpoint.validation.bounds import ErrorBounds
@@ -101,7 +101,7 @@ def new_table(*headers: str) -> Table:
 
 def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[str] = ()) -> None:
     """Print what the step holds, where it runs, and notes on how it was read."""
-    collectives = [operation for operation in step.operations if isinstance(operation, Collective)]
+    collectives = step.collectives().values()
     found = [operation for operation in step.operations if isinstance(operation, Copy)]
     remote = [copy for copy in found if copy.direction == "peer_to_peer"]
     kernels, copies = len(step.operations) - len(collectives) - len(found), len(found) - len(remote)

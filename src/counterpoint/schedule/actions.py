@@ -11,8 +11,6 @@ what `begin`'s rank overwrites.
 """
 
 import itertools
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 from counterpoint.errors import ScheduleError
@@ -24,7 +22,6 @@ ExpertOperation = Literal["dispatch_grouped_matmul", "grouped_matmul_combine", "
 Operation = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul"]
 Pass = Literal["forward", "backward"]
 DataType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
-ELEMENT_BYTES: Mapping[DataType, int] = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8})
 # begin, end: see above. copy: to another rank, by a copy engine. place: a copy within a rank. matmul: writes rows @ weight;
 # add_matmul: adds them to what it reads last. activate: a function of every element. sum: adds up what it reads.
 # weight_gradient: transposed left @ right, all rows.

@@ -24,6 +24,7 @@ from counterpoint.schedule.actions import (
     split,
 )
 from counterpoint.schedule.description import ScheduleDescription
+from counterpoint.units import format_choice
 from counterpoint.value import require
 
 Rows = tuple[int, int]
@@ -196,7 +197,7 @@ def require_granularity(builder: Builder, *allowed: str) -> None:
         description.matmul in allowed,
         ScheduleError,
         f"{builder.problem.operation} with the pattern '{description.pattern}' takes matmul granularity "
-        f"{' or '.join(allowed)}; found '{description.matmul}'. Choose one of these.",
+        f"{format_choice(allowed)}; found '{description.matmul}'. Choose one of these.",
     )
 
 
@@ -206,7 +207,7 @@ def require_pattern(builder: Builder, *allowed: str) -> None:
     require(
         pattern in allowed,
         ScheduleError,
-        f"{builder.problem.operation} takes the pattern {' or '.join(allowed)}; found '{pattern}'. Choose one of these.",
+        f"{builder.problem.operation} takes the pattern {format_choice(allowed)}; found '{pattern}'. Choose one of these.",
     )
 
 

@@ -1,12 +1,14 @@
 """Checks whether a schedule is correct. Five checks apply to any schedule, however it was made; each says in one line
 what is wrong.
 
-`order`: every dependency is on an earlier action, so all ranks can issue in the order of actions, and no dependencies form
-a cycle. `buffers`: every region lies in its buffer, nothing is read before all of it is written, and no two actions access
-the same rows, one of them writing, unless one always ends before the other starts; checked over two consecutive calls.
-`delivery`: executed in order, the results hold what the operator's definition says, each part once, and no row
-crosses a link twice. `signals`: no signal is sent again before the previous call's signal was received. `ports`:
-in no turn does a GPU send more than the most that any GPU receives in it; uneven blocks have no turns.
+- `order`: every dependency is on an earlier action, so all ranks can issue in the order of actions, and no dependencies
+  form a cycle.
+- `buffers`: every region lies in its buffer, and nothing is read before all of it is written. If two actions access the
+  same rows, and one of them writes, one always ends before the other starts. Two consecutive calls are checked.
+- `delivery`: executed in order, the results hold what the operator's definition says, each part once, and no row crosses a
+  link twice.
+- `signals`: no signal is sent again before the previous call's signal was received.
+- `ports`: in no turn does a GPU receive more than the turn has time for; uneven blocks have no turns.
 """
 
 import itertools

@@ -9,7 +9,8 @@ as in NCCL's ring. Phases: begin; pieces and their copies; a rank's own piece la
 
 from collections.abc import Callable, Sequence
 
-from counterpoint.schedule.actions import ELEMENT_BYTES, Region
+from counterpoint.machine import ELEMENT_BYTES
+from counterpoint.schedule.actions import Region
 from counterpoint.schedule.builder import (
     Arrivals,
     Builder,

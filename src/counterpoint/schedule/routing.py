@@ -10,11 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from counterpoint.errors import ScheduleError, shown_path
 from counterpoint.files import read_limited
-from counterpoint.value import Value, require
+from counterpoint.value import Value, decode_json, require
 
 MAX_RANKS = 64  # as for a Problem
 MAX_ROWS = 1 << 40  # a larger number is a typing error
@@ -134,12 +132,10 @@ def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_expert
 def read_routing(path: Path | str) -> Routing:
     """Read the routing in a JSON file: a list for each rank, with a count for each expert. Raises `ScheduleError`."""
     content = bytes(read_limited(path, ScheduleError, "give a JSON file with a list of counts for each rank"))
+    what, remedy = f"{shown_path(path)} is not a routing", "Give a list of whole numbers for each rank."
+    counts = decode_json(content, tuple[tuple[int, ...], ...], ScheduleError, what, remedy)
     try:
-        return Routing(counts=msgspec.json.decode(content, type=tuple[tuple[int, ...], ...]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise ScheduleError(
-            f"{shown_path(path)} is not a routing: {problem}. Give a list of whole numbers for each rank."
-        ) from problem
+        return Routing(counts=counts)
     except ScheduleError as problem:
         raise ScheduleError(f"{shown_path(path)}: {problem}") from problem
 

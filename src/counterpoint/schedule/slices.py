@@ -18,6 +18,7 @@ from counterpoint.schedule.actions import Action, Buffer, Problem, Region, split
 from counterpoint.schedule.builder import Builder, Rows
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.schedule.operations import OPERATORS, Part, Source
+from counterpoint.units import format_choice
 from counterpoint.value import require
 
 SLICED = {"columns": "matmul_reduce_scatter", "inner": "all_gather_matmul"}
@@ -75,7 +76,7 @@ def _require_sliceable(problem: Problem, description: ScheduleDescription) -> No
         description.matmul in granularities and description.chunk_growth == 1,
         ScheduleError,
         f"Slices along {description.along} must be equal and have matmul granularity "
-        f"{' or '.join(granularities)}; found '{description.matmul}' and chunk_growth "
+        f"{format_choice(granularities)}; found '{description.matmul}' and chunk_growth "
         f"{description.chunk_growth:g}. Choose one of these.",
     )
     size = problem.num_inner if description.along == "inner" else problem.num_columns

@@ -37,9 +37,7 @@ class FlatBuffers:
         self.copies_of: dict[int, tuple[int, ...]] = self._of_gathers()
         self.widened: set[int] = set()
         buckets: dict[int, tuple[int, ...]] = {}
-        for number, operation in enumerate(step.operations):
-            if not isinstance(operation, Collective):
-                continue
+        for number, operation in step.collectives().items():
             for wait in operation.waits_for:
                 name = step.operations[wait.operation].name
                 if operation.collective == "reduce_scatter" and COPIED_IN in name:

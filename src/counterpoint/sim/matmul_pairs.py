@@ -54,9 +54,7 @@ class MatmulPairs:
         self.found: dict[int, MatmulPair] = {}
         self.obstacles: dict[int, str] = {}
         taken: set[int] = set()
-        for index, operation in enumerate(step.operations):
-            if not isinstance(operation, Collective):
-                continue
+        for index, operation in step.collectives().items():
             pair = self._pair(index, operation)
             if isinstance(pair, MatmulPair) and taken.intersection(pair.matmuls):
                 pair = "its matmul is already joined with another collective"

@@ -27,7 +27,7 @@ def check_ranks(num_ranks: int, machine: Machine, way_out: str = "") -> None:
 def check_nodes(step: Step, machine: Machine) -> None:
     """Raise as `check_ranks` does, unless every operation that communicates has its measured time."""
     if any(_needs_a_link(operation) for operation in step.operations):
-        groups = (operation.group_size for operation in step.operations if isinstance(operation, Collective))
+        groups = (collective.group_size for collective in step.collectives().values())
         check_ranks(max(step.num_ranks, *groups, 1), machine, MEASURED_INSTEAD)
 
 

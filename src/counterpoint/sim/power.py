@@ -2,11 +2,11 @@
 
 A GPU lowers its clock to hold its mean power over some tens of milliseconds at the limit. Lone times taken in short bursts
 belong to a burst's higher clock, so a step that runs continuously takes longer. At a share c of the burst's clock, an
-operation draws c to the power of `exponent` times its watts above an idle GPU, because the voltage falls with the clock, and
-takes 1 / c as long. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, are slowed less
-than others. The power of an operation does not depend on what runs beside it. At the clock sought, the sum of each
-operation's watts times its time alone, divided by the time of the step, equals the power that the limit leaves above an idle
-GPU; the step is simulated again at that clock.
+operation takes 1 / c as long. Its watts above an idle GPU are multiplied by c to the power of `exponent`, because the
+voltage falls with the clock. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, are slowed
+less than others. The power of an operation does not depend on what runs beside it. The mean power of a step is the sum of
+each operation's watts times its time alone, divided by the time of the step. At the clock sought, it equals the power that
+the limit leaves above an idle GPU. The step is simulated again at that clock.
 
 Lone times of a captured step are taken one after the other. What comes after the limit's window already has the lower clock
 that the limit allows operations one after the other.

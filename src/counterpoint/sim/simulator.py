@@ -1,8 +1,8 @@
 """The executor that needs no GPU: it turns a step, a machine and a plan into a simulated timeline of one rank.
 
-All ranks are assumed to be identical and synchronized. A control has the same effect as on a GPU: a residency cap raises
-dynamic shared memory and carveout, a priority reorders dispatch, a head start delays one kernel, a transport moves a
-collective to the copy engines (with a sum on SMs if it reduces), and an overlap moves it beside its matmul.
+All ranks are assumed to be identical and synchronized. A control has the same effect as on a GPU. A residency cap raises
+dynamic shared memory and carveout. A priority reorders dispatch. A head start delays one kernel. A transport moves a
+collective to the copy engines, with a sum on SMs if it reduces. An overlap moves a collective beside its matmul.
 """
 
 import math

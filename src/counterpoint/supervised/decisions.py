@@ -14,6 +14,7 @@ from counterpoint.measurement.guard import are_other_launches, is_longer_step
 from counterpoint.measurement.tournament import least_turns, num_admitted
 from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
+from counterpoint.planner.search import AS_IT_IS
 from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
 from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
@@ -22,7 +23,6 @@ from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
 from counterpoint.units import format_count, format_percent
 from counterpoint.value import Value
 
-AS_IT_IS = "as it is"
 GIVEN = "the plan given"
 MOST_ALIKE = 3  # refusals for one reason that a plan lists one by one
 NUM_NAMED = 2  # of more candidates than that, for want of steps

@@ -90,6 +90,14 @@ def _in_image() -> str:
     return f"python -m pip install /tmp/counterpoint-{package_version()}-*.whl"
 
 
+def _image() -> str:
+    return f"""\
+# The image needs Counterpoint's wheel, which `make wheel` builds. It holds the filter, so the image needs no compiler:
+#   COPY dist/counterpoint-{package_version()}-*.whl /tmp/
+#   RUN {_in_image()}
+"""
+
+
 def _slurm(request: LaunchRequest) -> str:
     prefix = shlex.join(request.supervised()[: -len(request.command)])
     job = SLURM_TORCHRUN if request.command == JOB else shlex.join(request.command)
@@ -152,10 +160,7 @@ def _kubernetes(request: LaunchRequest) -> str:
           configMap: {name: counterpoint-plan}"""
     create = f"# kubectl create configmap counterpoint-plan --from-file=plan.toml={request.plan}\n"
     return f"""\
-# The image needs Counterpoint's wheel, which `make wheel` builds. It holds the filter, so the image needs no compiler:
-#   COPY dist/counterpoint-{package_version()}-*.whl /tmp/
-#   RUN {_in_image()}
-{create if plan else ""}\
+{_image()}{create if plan else ""}\
 # Then a patch of the pod template, for a Job, a JobSet's or a PyTorchJob's replicas alike (name: the container's own name).
 # No library is mounted and no variable is set: `counterpoint run` does both in the container.
 spec:
@@ -173,10 +178,7 @@ def _container(request: LaunchRequest) -> str:
     mount = f" \\\n  -v {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
     bind = f" --bind {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
     return f"""\
-# The image needs Counterpoint's wheel, which `make wheel` builds. It holds the filter, so the image needs no compiler:
-#   COPY dist/counterpoint-{package_version()}-*.whl /tmp/
-#   RUN {_in_image()}
-# Docker, Podman (--ipc=host or --shm-size: NCCL and this run need more than 64 MiB of /dev/shm):
+{_image()}# Docker, Podman (--ipc=host or --shm-size: NCCL and this run need more than 64 MiB of /dev/shm):
 docker run --gpus all --ipc=host{mount} IMAGE \\
   {inside}
 

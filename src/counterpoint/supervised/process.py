@@ -1,15 +1,14 @@
 """Runs a command as a shell would, with its streams, signals and exit status, and leaves nothing of it behind.
 
 With a terminal, the command stays in this process's group, as it would without Counterpoint. The terminal's signals and
-its rules for reading and writing then apply to it, also in a pipeline and in the background, and when it is stopped,
-this process stops too, so that the shell sees it. Without a terminal, the command leads its own group, and every signal
-sent to this process reaches it once.
+its rules for reading and writing then apply to the command, also in a pipeline and in the background. When the command is
+stopped, this process stops too, so that the shell sees it. Without a terminal, the command leads its own group, and every
+signal sent to this process reaches it once.
 
-This process adopts processes whose parent ends (a Linux subreaper). If a signal ended the command, the processes that
-are still there are asked to end, and killed after a time limit, because launchers such as torchrun start their workers
-in sessions that no other signal reaches. If the command ended without a signal, they are left alone: the command may
-have meant them to go on. If this process is killed, the kernel sends the command a SIGTERM. This module knows nothing of
-plans.
+This process adopts processes whose parent ends (a Linux subreaper). If a signal ended the command, this process asks the
+processes that are still there to end, and kills them after a time limit: launchers such as torchrun start their workers in
+sessions that no other signal reaches. If the command ended without a signal, they are left alone: the command may have
+meant them to go on. If this process is killed, the kernel sends the command a SIGTERM. This module knows nothing of plans.
 """
 
 import ctypes

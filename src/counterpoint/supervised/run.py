@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from counterpoint.engagement import Engagement
-from counterpoint.errors import LaunchFilterError, cause_of, say
+from counterpoint.errors import LaunchFilterError, reason_of, say
 from counterpoint.integrations.planned_paths import planned_paths
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState, block_paths
 from counterpoint.launch_filter.executable import check_command, find_executable
@@ -218,8 +218,7 @@ def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | 
         return read()
     # the disk was full, the process was killed during the write, or another program overwrote it
     except Exception as problem:
-        name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
-        damaged.append(f"{path.name}: {name}{cause_of(problem, 200).rstrip('.')}")
+        damaged.append(f"{path.name}: {reason_of(problem)}")
         return None
 
 

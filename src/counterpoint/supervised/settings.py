@@ -14,7 +14,7 @@ from counterpoint.errors import PlanError
 from counterpoint.integrations.paths import LIBRARY, PathCounts, Paths
 from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import RuleCounters
-from counterpoint.launch_filter.rules import FilterRule, rules_of
+from counterpoint.launch_filter.rules import FilterRule, translate
 from counterpoint.measurement.values import Measurement
 from counterpoint.plan import Plan
 from counterpoint.value import Value, require, write_json, write_whole
@@ -43,7 +43,7 @@ UNCHANGED = Setting()
 
 def setting_of(plan: Plan) -> Setting:
     """Return the setting of a plan in a job. Raises `PlanError` as `translate` does."""
-    return Setting(rules=rules_of(plan), paths=paths_of(plan.directives))
+    return Setting(rules=translate(plan).rules, paths=paths_of(plan.directives))
 
 
 class LiveSettings(Value, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class LiveSettings(Value, frozen=True, kw_only=True):
             LEAST_BUDGET_STEPS <= self.budget_steps <= MOST_BUDGET_STEPS,
             PlanError,
             f"A budget must be from {LEAST_BUDGET_STEPS} to {MOST_BUDGET_STEPS:,} steps; found "
-            f"{self.budget_steps:,}. Fewer steps cannot tell a gain from noise.",
+            f"{self.budget_steps:,}. Give one of these: fewer steps cannot tell a gain from noise.",
         )
         require(
             self.guard_every_steps == 0 or self.guard_every_steps >= LEAST_BUDGET_STEPS,

@@ -16,6 +16,7 @@ from counterpoint.errors import TraceError
 from counterpoint.files import GZIP_MAGIC, MAX_TRACE_BYTES, is_pipe, read_pieces
 from counterpoint.traces import kineto, nsight
 from counterpoint.traces.activity import ActivityTrace
+from counterpoint.units import format_choice
 from counterpoint.value import require
 
 HEAD_BYTES = 4096  # enough bytes to recognize a format
@@ -47,7 +48,7 @@ def read_activity(path: Path | str, on_progress: Callable[[int, int], None] | No
     `on_progress` gets the number of bytes read and the file's size, which is 0 for a pipe. A file is read in pieces: memory
     depends on what is kept of it.
     """
-    remedy = f"give a {' or '.join(SUFFIXES)} file"
+    remedy = f"give a {format_choice(SUFFIXES)} file"
     path = Path(path)
     pieces = read_pieces(path, TraceError, remedy, most=MAX_TRACE_BYTES, is_unpacked=True, on_progress=on_progress)
     first = b""

@@ -9,9 +9,9 @@ Older profilers state only the number of the event a stream waits for. The recor
 3. If the numbers do not ascend (because they come from a cache), k waits in a row get the latest k records, first in, first
    out.
 
-Two kinds of records are ignored: NCCL's own (made by the plain record call, whereas PyTorch uses the one with flags), and
-those directly after a copy between host and device (PyTorch's pinned-memory allocator makes them, and no stream waits for
-them). The module does not know what an operation does, except whether it communicates.
+Two kinds of records are ignored. NCCL makes its own by the plain record call, whereas PyTorch uses the one with flags.
+PyTorch's pinned-memory allocator makes others directly after a copy between host and device, and no stream waits for them.
+The module does not know what an operation does, except whether it communicates.
 """
 
 from bisect import bisect_left

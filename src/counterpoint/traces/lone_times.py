@@ -26,7 +26,7 @@ from counterpoint.value import Value
 
 UNTOUCHED_OVERLAP = 0.02
 MOST_SLOWDOWN = 1.7
-"""A neighbour of 24 CTAs on 132 SMs slowed no kernel by more than this factor (1.2 to 1.7 in the shipped traces)."""
+"""A neighbor of 24 CTAs on 132 SMs slowed no kernel by more than this factor (1.2 to 1.7 in the shipped traces)."""
 SAME_WITHIN = 0.05
 """Like launches that ran alone differ by up to this share in the shipped traces."""
 SLOWED_BESIDE = 0.15

@@ -33,7 +33,7 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     `windows`: start and end of each step in GPU time, in microseconds on the trace's clock. A window begins with the step's
     first operation on any stream after the computation's stream has finished the step before. It ends where the next window
     begins, so there are no gaps or overlaps between windows; the last one ends with the last operation of its step.
-    Operations in a window may belong to a neighbouring step: a stream that waits for nothing can be a step ahead.
+    Operations in a window may belong to a neighboring step: a stream that waits for nothing can be a step ahead.
 
     `makespans_us` cover everything that ran in the windows. `steady_ran` are the numbers of the operations that ran in the
     steady step's window, at least in part. `alike` are the steps that run the same operations, or all steps if fewer than

@@ -128,7 +128,7 @@ def _steady_step(
         *trace.notes,
         *_notes_on_file(trace, operations),
         *steps.notes,
-        *_notes_on_neighbours(steps),
+        *_notes_on_neighbors(steps),
         *early,
         *_notes_on_dependencies(dependencies, inside),
         *_notes_on_times(trace, lone, issue),
@@ -218,7 +218,7 @@ def _notes_on_file(trace: ActivityTrace, operations: list[GpuOperation]) -> list
     return notes
 
 
-def _notes_on_neighbours(steps: TracedSteps) -> list[str]:
+def _notes_on_neighbors(steps: TracedSteps) -> list[str]:
     """Return a note if streams run a step ahead, so that operations of other steps run in this step's time."""
     inside = set(steps.steady_ran)
     own = set(steps.steady_operations)

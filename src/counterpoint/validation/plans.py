@@ -9,7 +9,7 @@ from counterpoint.paper.values import COPY_ENGINES, PLAIN
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.planner.contention import find_rivals
 from counterpoint.planner.durable import DurableMatches
-from counterpoint.step import Collective, Kernel, Step
+from counterpoint.step import Kernel, Step
 from counterpoint.validation.cases import CTA_LIMITS, Case, HostCopy
 from counterpoint.validation.described import places_of
 
@@ -29,14 +29,14 @@ def plans_of(case: Case, step: Step, machine: Machine) -> dict[str, Plan]:
     for label, cap in _caps(step, machine.gpu).items():
         parts[label] = cap
         parts[f"priority + {label}"] = priority + cap if priority and cap else []
-    collectives = tuple(index for index, each in enumerate(step.operations) if isinstance(each, Collective))
+    collectives = tuple(step.collectives())
     parts[COPY_ENGINES] = [(collectives, Transport(transport="copy_engine"))] if collectives else []
     return {label: _plan(step, found) for label, found in parts.items() if found or label == PLAIN}
 
 
 def plans_of_limits(step: Step, machine: Machine) -> dict[str, tuple[Plan, int, int]]:
     """Return plans with fewer CTAs for collectives, which no rewriting makes: plan, limit and launch priority."""
-    collectives = tuple(index for index, each in enumerate(step.operations) if isinstance(each, Collective))
+    collectives = tuple(step.collectives())
     if not collectives:
         return {}
     greatest = machine.gpu.greatest_priority

@@ -18,7 +18,7 @@ from counterpoint.plan import Plan
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.step import Collective, Step
 from counterpoint.validation.cases import set_digest
-from counterpoint.value import Value, write_whole
+from counterpoint.value import Value, decode_json, write_whole
 
 FOLDER = "validation/measured"
 Setting = Literal["captured", "eager"]
@@ -82,13 +82,9 @@ class MeasuredSet(Value, frozen=True, kw_only=True):
 def load_measured(path: Path | str) -> MeasuredSet:
     """Read a file of measurements. Raises `CounterpointError` if it is of another set of cases."""
     content = bytes(read_limited(path, CounterpointError, "give a file that validate --measure -o wrote"))
-    try:
-        found = msgspec.json.decode(content, type=MeasuredSet)
-    except msgspec.DecodeError as problem:
-        raise CounterpointError(
-            f"{shown_path(path)} does not hold measurements of the validation set: {problem}. Give a file that "
-            "`counterpoint validate --measure -o` wrote."
-        ) from problem
+    what = f"{shown_path(path)} does not hold measurements of the validation set"
+    remedy = "Give a file that `counterpoint validate --measure -o` wrote."
+    found = decode_json(content, MeasuredSet, CounterpointError, what, remedy)
     known = set_digest(found.num_gpus)
     if found.digest != known:
         raise CounterpointError(

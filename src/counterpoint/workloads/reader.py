@@ -197,7 +197,7 @@ def operation_of(entry: Entry, waits_for: tuple[Dependency, ...], num_ranks: int
 def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...]) -> Kernel:
     tile = gemm.tile_sizes
     stated_bytes = parse_traffic(gemm.hbm_bytes, gemm.name)
-    modelled_bytes = matmul_hbm_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile)
+    modeled_bytes = matmul_hbm_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile)
     return Kernel(
         name=gemm.name,
         stream=gemm.stream,
@@ -211,7 +211,7 @@ def _gemm_kernel(gemm: Gemm, waits_for: tuple[Dependency, ...]) -> Kernel:
         character="matmul",
         lone_us=gemm.lone_us,
         flops=matmul_flops(gemm.m, gemm.n, gemm.k),
-        hbm_bytes=modelled_bytes if stated_bytes is None else stated_bytes,
+        hbm_bytes=modeled_bytes if stated_bytes is None else stated_bytes,
         l2_bytes=matmul_l2_bytes(gemm.m, gemm.n, gemm.k, gemm.dtype, tile),
         matmul_sizes=(gemm.m, gemm.k, gemm.n),
         stage_bytes=stage_bytes(gemm.dtype, tile),

@@ -7,17 +7,17 @@ run beside it, or start the kernels first and time the collective.
 import torch
 
 from counterpoint.cuda.probes.collectives import collective, group_of
-from counterpoint.cuda.probes.matmuls import tiled
+from counterpoint.cuda.probes.matmuls import TILED_SIZE, tiled
+from counterpoint.cuda.probes.memory import STREAMED_BYTES
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
-STREAMED_BYTES = 512 * MIB
 COMMUNICATED_BYTES = 256 * MIB
 KINDS = ("all_reduce", "all_gather", "all_to_all")
 KINDS_AMONG_STREAMING = (*KINDS, "reduce_scatter")
 FEW_CTAS = 8
-MATMUL_SIZE, TILED_SIZE = 8192, 6144
+MATMUL_SIZE = 8192
 HEAD_START_US = 20.0
 NUM_OTHERS = {"streaming": 24, "matmul": 6}  # launches that outlast a collective, by kernel
 ROUNDS = 3

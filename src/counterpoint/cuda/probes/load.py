@@ -14,14 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.energy import Reading, mean_watts
 from counterpoint.cuda.nvml import GpuState, Nvml
-from counterpoint.cuda.probes.matmuls import TILES, TYPES, matmul, tiled
+from counterpoint.cuda.probes.matmuls import TILED_SIZE, TILES, TYPES, matmul, tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
 SIZE = 8192
-TILED_SIZE = 6144
 LOAD_S = 0.7
 COOLING_S = 0.1
 BATCH_US = 10_000.0  # between two readings
