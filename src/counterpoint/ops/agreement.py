@@ -19,13 +19,11 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar, final
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from counterpoint.errors import OperatorError, RefusedTogetherError, cause_of
+from counterpoint.errors import OperatorError, RefusedTogetherError
 from counterpoint.ranks import NO_STORE, Exchange, RankLostError, describe_lost
-from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
 OUT_OF_STEP = "out of step"  # key of the reason
@@ -194,21 +192,6 @@ class Agreement:
             raise OperatorError(
                 f"The ranks of the group are out of step since {self._why_out_of_step.rstrip('.')}. Start all ranks again."
             )
-
-
-def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
-    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs.
-
-    As on GPUs, all ranks get it, or all raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
-    """
-    memory, problem = torch.empty(0, dtype=torch.uint8), ""
-    try:
-        with torch.inference_mode(mode=False):  # later calls write to it in any mode
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
-    agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))
-    return memory
 
 
 def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:

@@ -38,7 +38,7 @@ from counterpoint.ops.expert_exchange import (
     RowFormat,
     Rows,
 )
-from counterpoint.ops.expert_memory import RegionSizes
+from counterpoint.ops.expert_memory import SPARE_TO_LEND, RegionSizes
 from counterpoint.ops.expert_results import CopyCombine, ExpertResults
 from counterpoint.ops.expert_streams import (
     BEGUN,
@@ -147,7 +147,7 @@ class ExpertCopies(AbstractExpertCopies):
         if landing > before.num_landing_bytes:
             self._pool.replace(landing, what, has_captured=False)
         if results > before.num_result_bytes:
-            self._results.pool.replace(results, what, has_captured=False)
+            self._results.pool.replace(results + SPARE_TO_LEND, what, has_captured=False)
         self._sizes = sizes
         if self._pool.memory is None:
             return

@@ -17,7 +17,7 @@ from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import ExpertRange
 
 SPARE = 1.25  # growth as a multiple of the need; chosen, not measured
-SPARE_FOR_RESULTS = LEAST_LENT + MAX_CHUNKS * LENT_MULTIPLE  # each group's are rounded up, and all are large enough to lend
+SPARE_TO_LEND = LEAST_LENT + MAX_CHUNKS * LENT_MULTIPLE  # groups of results are rounded up, and all is large enough to lend
 
 
 @final
@@ -35,7 +35,7 @@ class RegionSizes:
 
     @property
     def num_result_bytes(self) -> int:
-        """Bytes of the region of results."""
+        """Bytes of the region of results, without `SPARE_TO_LEND`."""
         return self._sizes[ExpertRegion.COMBINE]
 
     def start(self, region: ExpertRegion) -> int:
@@ -75,10 +75,7 @@ class RegionSizes:
 def needed_bytes(rows: Rows, regions: Sequence[ExpertRegion]) -> Needed:
     """Return the bytes that the rank with the most rows needs of each region."""
     layout = rows.layout
-    return {
-        region: layout.most_grouped * rows.format.num_bytes + SPARE_FOR_RESULTS * (region == ExpertRegion.COMBINE)
-        for region in regions
-    }
+    return dict.fromkeys(regions, layout.most_grouped * rows.format.num_bytes)
 
 
 def result_starts(groups: Sequence[ExpertRange], row_bytes: int) -> list[int]:

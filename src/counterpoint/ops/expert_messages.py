@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import host_memory
 from counterpoint.ops.collectives import Ranks
 from counterpoint.ops.expert_exchange import (
     AbstractCombine,
@@ -27,6 +26,7 @@ from counterpoint.ops.expert_exchange import (
 from counterpoint.ops.expert_library import ExpertLibrary
 from counterpoint.ops.expert_memory import RegionSizes
 from counterpoint.ops.expert_sorting import Sorting
+from counterpoint.ops.symmetric import host_memory
 from counterpoint.schedule.description import MAX_CHUNKS
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.cuda.block_sums import Arrived, Pieces
-from counterpoint.ops.agreement import Agreement, host_memory
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.graph_cache import Key
 from counterpoint.ops.lane import AbstractLane, aligned, arrived_in
+from counterpoint.ops.symmetric import host_memory
 from counterpoint.units import format_bytes
 
 

@@ -11,9 +11,10 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.agreement import Agreement, host_memory
+from counterpoint.ops.agreement import Agreement
 from counterpoint.ops.computation import Compute, bind_computation, rows_of
 from counterpoint.ops.message_watchdog import MessageWatchdog
+from counterpoint.ops.symmetric import host_memory
 from counterpoint.ops.transport import (
     AbstractCompiledSchedule,
     AbstractTransport,

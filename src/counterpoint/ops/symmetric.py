@@ -100,6 +100,21 @@ class SymmetricPool:
         self._retired.clear()
 
 
+def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
+    """Allocate ordinary memory (bytes), which stands for symmetric memory on CPUs.
+
+    As on GPUs, all ranks get it, or all raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
+    """
+    memory, problem = torch.empty(0, dtype=torch.uint8), ""
+    try:
+        with torch.inference_mode(mode=False):  # later calls write to it in any mode
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
+    agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))
+    return memory
+
+
 @final
 class _Lending(AbstractContextManager[None]):
     """What `torch.cuda.use_mem_pool` does, in a third of the host's time."""
