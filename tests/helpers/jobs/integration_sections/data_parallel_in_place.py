@@ -123,10 +123,17 @@ def ddp_in_place_refuses() -> None:
 
 
 def ddp_in_place_that_leaves_out_parameters() -> None:
-    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again."""
+    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again. Right
+    behind a pass in place, copies may be switched off.
+    """
     rank = dist.get_rank()
     uses: tuple[tuple[str, ...], ...] = (("both",) * 8, ("both", "one", "both", "other", "one", "both", "both", "both"))
-    for has_idle, turns in ((False, uses[0]), (False, uses[1]), (True, uses[1])):
+    for has_idle, turns, off_at in (
+        (False, uses[0], 8),
+        (False, uses[1], 8),
+        (True, uses[1], 8),
+        (False, ("both",) * 3 + ("one",), 3),
+    ):
         results = []
         for is_ours in (False, True):
             torch.manual_seed(0)
@@ -136,7 +143,9 @@ def ddp_in_place_that_leaves_out_parameters() -> None:
             state = ddp.register(model, **EVERYTHING) if is_ours else None
             found = []
             for step in range(len(turns)):
-                model.module.used = turns[(step + rank) % len(turns)]
+                if state is not None and step == off_at:
+                    state.use(False)
+                model.module.used = turns[step if off_at < len(turns) else (step + rank) % len(turns)]
                 model.zero_grad()
                 model(given_to(rank + 10 * step)).pow(2).sum().backward()
                 found += [torch.ones(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
@@ -144,6 +153,8 @@ def ddp_in_place_that_leaves_out_parameters() -> None:
         assert_close(results[1], results[0], 1e-5)
         assert state is not None
         assert state.num_in_place > 0
+        if off_at < len(turns):
+            continue
         leaves_out = has_idle or turns is uses[1]
         # one pass tells the buckets; what a pass left out is known two passes later
         assert (state.num_by_copies - state.num_in_place > 3) == leaves_out, state
