@@ -122,7 +122,15 @@ def fsdp2_in_place() -> None:
     model.unshard()
     in_use.undo()  # while something is gathered
     assert_equal(gradients(model, given), wanted)
-    refused(lambda: fsdp2.use_copy_engines(model, least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
+    with torch.inference_mode():  # of a model that only runs in it
+        results = []
+        for is_ours in (False, True):
+            model = sharded(width=36)
+            in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0) if is_ours else in_use
+            results.append([model(given), model(given)])
+    assert_equal(results[1], results[0])
+    assert all(each.num_in_place == each.num_by_copies > 0 for each in in_use.gather_tallies), in_use
+    refused(lambda: fsdp2.use_copy_engines(sharded(), least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
 
 
 def _prefetch_all(model: Deep) -> None:
