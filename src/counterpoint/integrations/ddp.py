@@ -426,6 +426,11 @@ def _require_no_hook(model: DistributedDataParallel) -> None:
         IntegrationError,
         "register() was already called for this model. Switch the object that it returned, by use(True) and use(False).",
     )
+    require(  # in its first forward pass
+        not any(hasattr(parameter, "_in_backward_optimizers") for parameter in model._module_parameters),
+        IntegrationError,
+        _has_hook("with which DDP runs optimizers within the backward pass"),
+    )
     for hook, _ in model._comm_hooks:
         raise IntegrationError(_has_hook(getattr(hook, "__qualname__", type(hook).__name__)))
 
