@@ -84,7 +84,8 @@ class BucketAverages:
         self._of_job = hook, state
 
     def use(self, is_on: bool) -> None:
-        """From the next backward pass on, average by copies, or by the library as DDP does without a hook.
+        """From the next backward pass on, average by copies, or by the library as DDP does without a hook. A pass in place
+        whose forward pass has run stays one, for DDP was told so.
 
         Call it between steps, with the same argument on every rank. Raises `IntegrationError`.
         """
@@ -92,11 +93,6 @@ class BucketAverages:
         self._is_on = is_on
         if is_on:
             self._lanes.prepare()
-            return
-        model = self._model()
-        if model is not None:
-            self._leave_ended_pass(model)
-        self._in_place.remove()
 
     @property
     def is_in_join(self) -> bool:
@@ -144,13 +140,18 @@ class BucketAverages:
         As in DDP, a forward pass that is not to be averaged does not affect an earlier one whose backward pass comes later.
         """
         self._is_pass_in_place = False
-        self._leave_ended_pass(model)
+        if self._in_place.has_ended():
+            self._in_place.disarm()
+            if model.find_unused_parameters:
+                model.reducer._reset_state()  # it has noted which parameters were used, to average them later
         if not model._has_rebuilt_buckets and not model.find_unused_parameters:  # else they stay as they were made
             self._in_place.forget()
         if not (torch.is_grad_enabled() and model.require_backward_grad_sync):
             return False
         self._in_place.require_finished(lambda: {each: name for name, each in model.module.named_parameters()})
         self._in_place.disarm()
+        if not self._is_on:
+            self._in_place.remove()
         self._is_pass_in_place = (
             self._is_on
             and self._in_place.is_possible()
@@ -163,13 +164,6 @@ class BucketAverages:
             and (not model.gradient_as_bucket_view or self._has_room())
         )
         return self._is_pass_in_place
-
-    def _leave_ended_pass(self, model: DistributedDataParallel) -> None:
-        """Let DDP forget what it noted in a pass that was averaged in place."""
-        if self._in_place.has_ended():
-            self._in_place.disarm()
-            if model.find_unused_parameters:
-                model.reducer._reset_state()  # it has noted which parameters were used, to average them later
 
     def _has_room(self) -> bool:
         """Return whether all ranks have memory for gradients beside buckets; without views, they are there already."""

@@ -249,6 +249,24 @@ def ddp_in_place_by_turns() -> None:
     assert_close(*results, 1e-4)
     assert states[0].num_in_place >= 2, states
     assert states[0].num_by_library >= 1, states
+    # a job of two models may step the other one between this one's forward pass and its backward pass
+    rank = dist.get_rank()
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        results = []
+        for is_ours in (False, True):
+            model, found = wrapped(**options), []
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            for step in range(8):
+                model.zero_grad()
+                loss = model(given_to(rank + 10 * step)).pow(2).sum()
+                if state is not None:
+                    state.use(step % 3 == 0)
+                loss.backward()
+                found += [each.grad.clone() for each in model.parameters()]
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place >= 2, state
 
 
 def ddp_in_place_without_room() -> None:
