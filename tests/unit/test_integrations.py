@@ -43,6 +43,7 @@ SECTIONS = (
     "ddp_in_place_that_leaves_out_parameters",
     "ddp_in_place_by_turns",
     "ddp_in_place_among_other_passes",
+    "ddp_in_place_among_passes_of_a_frozen_model",
     "ddp_in_place_among_hooks_of_the_job",
     "ddp_in_place_with_checkpoints",
     "ddp_in_place_without_memory",

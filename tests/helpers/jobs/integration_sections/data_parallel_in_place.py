@@ -123,8 +123,8 @@ def ddp_in_place_refuses() -> None:
 
 
 def ddp_in_place_that_leaves_out_parameters() -> None:
-    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again. Right
-    behind a pass in place, copies may be switched off.
+    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again. A
+    pass in place may be the last one before copies are switched off.
     """
     rank = dist.get_rank()
     uses: tuple[tuple[str, ...], ...] = (("both",) * 8, ("both", "one", "both", "other", "one", "both", "both", "both"))
@@ -190,6 +190,38 @@ def ddp_in_place_among_other_passes() -> None:
         assert_close(results[1], results[0], 1e-5)
         assert state is not None
         assert state.num_in_place >= 4, state
+
+
+def ddp_in_place_among_passes_of_a_frozen_model() -> None:
+    """Two models that train each other: one is frozen while the other learns through it; and a model frozen in part."""
+    rank = dist.get_rank()
+    for is_in_part, options in (
+        (False, {}),
+        (False, {"find_unused_parameters": True}),
+        (True, {"find_unused_parameters": True}),
+    ):
+        results = []
+        for is_ours in (False, True):
+            model = wrapped(**options)
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            found = []
+            for step in range(6):
+                model.zero_grad()
+                model(given_to(rank + 10 * step)).pow(2).sum().backward()
+                found += [each.grad.clone() for each in model.parameters()]
+                model.zero_grad()
+                frozen = list(model.parameters())[:: 2 if is_in_part else 1]
+                for each in frozen:
+                    each.requires_grad_(False)
+                given = given_to(rank + 5).requires_grad_()
+                model(given).pow(2).sum().backward()
+                found += [given.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+                for each in frozen:
+                    each.requires_grad_(True)
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place >= (1 if is_in_part else 4), state
 
 
 def ddp_in_place_among_hooks_of_the_job() -> None:
