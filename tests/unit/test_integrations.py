@@ -56,6 +56,7 @@ SECTIONS = (
     "fsdp2_in_place",
     "fsdp2_on_a_mesh_of_two_dimensions",
     "fsdp2_switches_between_steps",
+    "fsdp2_switches_while_parameters_are_gathered",
     "fsdp2_refuses_a_second_call",
     "fsdp2_undoes_modules_that_share_a_group",
     "fsdp2_leaves_collectives_of_the_job",

@@ -217,6 +217,30 @@ def fsdp2_switches_between_steps() -> None:
         assert "switched off" in words
 
 
+def fsdp2_switches_while_parameters_are_gathered() -> None:
+    """A job of two models may step the other one between this one's forward pass and its backward pass. What copies gathered
+    before, and what the library gathers after, is freed once it is no longer used.
+    """
+    results = []
+    for is_ours in (False, True):
+        model = sharded(width=36)
+        for layer in model.layers[1::2]:
+            layer.set_reshard_after_forward(False)
+        in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0) if is_ours else None
+        found = []
+        for step in range(6):
+            loss = model(given_to(dist.get_rank() + 10 * step, width=36)).pow(2).mean()
+            if in_use is not None:
+                in_use.use(gathers=step % 2 == 1, reduces=step % 3 == 1)
+            loss.backward()
+            found += [each.grad.full_tensor() for each in model.parameters()]
+            model.zero_grad()
+        results.append(found)
+    assert_close(results[1], results[0], 1e-4)
+    assert in_use is not None
+    assert all(each.num_in_place > 0 for each in in_use.gather_tallies), in_use
+
+
 def fsdp2_refuses_a_second_call() -> None:
     model = sharded()
     in_use = fsdp2.use_copy_engines(model, least_part_bytes=0)
