@@ -84,7 +84,8 @@ class BucketAverages:
         self._of_job = hook, state
 
     def use(self, is_on: bool) -> None:
-        """From the next backward pass on, average by copies, or by the library as DDP does without a hook.
+        """From the next backward pass on, average by copies, or by the library as DDP does without a hook. A pass in place
+        whose forward pass has run stays one, for DDP was told so.
 
         Call it between steps, with the same argument on every rank. Raises `IntegrationError`.
         """
@@ -92,8 +93,6 @@ class BucketAverages:
         self._is_on = is_on
         if is_on:
             self._lanes.prepare()
-        else:
-            self._in_place.remove()
 
     @property
     def is_in_join(self) -> bool:
@@ -151,6 +150,8 @@ class BucketAverages:
             return False
         self._in_place.require_finished(lambda: {each: name for name, each in model.module.named_parameters()})
         self._in_place.disarm()
+        if not self._is_on:
+            self._in_place.remove()
         self._is_pass_in_place = (
             self._is_on
             and self._in_place.is_possible()
@@ -418,6 +419,11 @@ def _require_no_hook(model: DistributedDataParallel) -> None:
         model not in _registered(),
         IntegrationError,
         "register() was already called for this model. Switch the object that it returned, by use(True) and use(False).",
+    )
+    require(  # in its first forward pass
+        not any(hasattr(parameter, "_in_backward_optimizers") for parameter in model._module_parameters),
+        IntegrationError,
+        _has_hook("with which DDP runs optimizers within the backward pass"),
     )
     for hook, _ in model._comm_hooks:
         raise IntegrationError(_has_hook(getattr(hook, "__qualname__", type(hook).__name__)))

@@ -207,7 +207,8 @@ class AveragesInPlace:
         assert self._groups is not None
         for number, group in enumerate(self._groups):
             for position, parameter in enumerate(group):
-                self._hook_last(parameter, number, position)
+                if parameter.requires_grad:  # a job may freeze a model for a while, as those of two models do
+                    self._hook_last(parameter, number, position)
         self._pass = BackwardPass(self._groups, average, self._usage if may_leave_out else None)
 
     def has_ended(self) -> bool:

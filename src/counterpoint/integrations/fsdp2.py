@@ -77,7 +77,9 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
             lane = buffers.take_lane(num_bytes, obstacle)
             if lane is not None:
                 return GatherInPlace(parameters, lane, buffers, self._in_use.memory).stand_in(size, dtype, device)
+            self._in_use.memory.leave_to_fsdp(parameters)
             return torch.empty(*size, dtype=dtype, device=device)
+        self._in_use.memory.leave_to_fsdp(parameters)
         output = buffers.take(size, dtype, obstacle)
         return torch.empty(*size, dtype=dtype, device=device) if output is None else output
 

@@ -73,7 +73,8 @@ class GatherInPlace:
             torch._foreach_copy_([place[lane.rank] for place in places], torch.split(shared, sizes))
             return 0
 
-        with torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+        counted = tuple(output for output in outputs if not output.is_inference())
+        with torch.autograd._unsafe_preserve_version_counter(counted):
             lane.repeat(("gather in place", shared.dtype, *sizes, *(output.data_ptr() for output in outputs)), issue)
         self._buffers.note_read(lane)
 

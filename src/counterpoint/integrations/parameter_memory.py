@@ -78,6 +78,11 @@ class ParameterMemory:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return tensors
 
+    def leave_to_fsdp(self, parameters: Iterable[FSDPParam]) -> None:
+        """Free at once what still waits to be freed of these parameters: FSDP is about to fill them itself."""
+        self._retire()
+        self._take_back(chain.from_iterable(parameter.all_gather_outputs for parameter in parameters))
+
     def _retire(self) -> None:
         """Note when the last use of what FSDP freed last ends."""
         if self._leaving:

@@ -123,10 +123,17 @@ def ddp_in_place_refuses() -> None:
 
 
 def ddp_in_place_that_leaves_out_parameters() -> None:
-    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again."""
+    """With `find_unused_parameters`: as DDP has it, whichever rank leaves out what. If some do, buckets are used again. A
+    pass in place may be the last one before copies are switched off.
+    """
     rank = dist.get_rank()
     uses: tuple[tuple[str, ...], ...] = (("both",) * 8, ("both", "one", "both", "other", "one", "both", "both", "both"))
-    for has_idle, turns in ((False, uses[0]), (False, uses[1]), (True, uses[1])):
+    for has_idle, turns, off_at in (
+        (False, uses[0], 8),
+        (False, uses[1], 8),
+        (True, uses[1], 8),
+        (False, ("both",) * 3 + ("one",), 3),
+    ):
         results = []
         for is_ours in (False, True):
             torch.manual_seed(0)
@@ -136,7 +143,9 @@ def ddp_in_place_that_leaves_out_parameters() -> None:
             state = ddp.register(model, **EVERYTHING) if is_ours else None
             found = []
             for step in range(len(turns)):
-                model.module.used = turns[(step + rank) % len(turns)]
+                if state is not None and step == off_at:
+                    state.use(False)
+                model.module.used = turns[step if off_at < len(turns) else (step + rank) % len(turns)]
                 model.zero_grad()
                 model(given_to(rank + 10 * step)).pow(2).sum().backward()
                 found += [torch.ones(1) if each.grad is None else each.grad.clone() for each in model.parameters()]
@@ -144,6 +153,8 @@ def ddp_in_place_that_leaves_out_parameters() -> None:
         assert_close(results[1], results[0], 1e-5)
         assert state is not None
         assert state.num_in_place > 0
+        if off_at < len(turns):
+            continue
         leaves_out = has_idle or turns is uses[1]
         # one pass tells the buckets; what a pass left out is known two passes later
         assert (state.num_by_copies - state.num_in_place > 3) == leaves_out, state
@@ -179,6 +190,38 @@ def ddp_in_place_among_other_passes() -> None:
         assert_close(results[1], results[0], 1e-5)
         assert state is not None
         assert state.num_in_place >= 4, state
+
+
+def ddp_in_place_among_passes_of_a_frozen_model() -> None:
+    """Two models that train each other: one is frozen while the other learns through it; and a model frozen in part."""
+    rank = dist.get_rank()
+    for is_in_part, options in (
+        (False, {}),
+        (False, {"find_unused_parameters": True}),
+        (True, {"find_unused_parameters": True}),
+    ):
+        results = []
+        for is_ours in (False, True):
+            model = wrapped(**options)
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            found = []
+            for step in range(6):
+                model.zero_grad()
+                model(given_to(rank + 10 * step)).pow(2).sum().backward()
+                found += [each.grad.clone() for each in model.parameters()]
+                model.zero_grad()
+                frozen = list(model.parameters())[:: 2 if is_in_part else 1]
+                for each in frozen:
+                    each.requires_grad_(False)
+                given = given_to(rank + 5).requires_grad_()
+                model(given).pow(2).sum().backward()
+                found += [given.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+                for each in frozen:
+                    each.requires_grad_(True)
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place >= (1 if is_in_part else 4), state
 
 
 def ddp_in_place_among_hooks_of_the_job() -> None:
@@ -238,6 +281,24 @@ def ddp_in_place_by_turns() -> None:
     assert_close(*results, 1e-4)
     assert states[0].num_in_place >= 2, states
     assert states[0].num_by_library >= 1, states
+    # a job of two models may step the other one between this one's forward pass and its backward pass
+    rank = dist.get_rank()
+    for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
+        results = []
+        for is_ours in (False, True):
+            model, found = wrapped(**options), []
+            state = ddp.register(model, **EVERYTHING) if is_ours else None
+            for step in range(8):
+                model.zero_grad()
+                loss = model(given_to(rank + 10 * step)).pow(2).sum()
+                if state is not None:
+                    state.use(step % 3 == 0)
+                loss.backward()
+                found += [each.grad.clone() for each in model.parameters()]
+            results.append(found)
+        assert_close(results[1], results[0], 1e-5)
+        assert state is not None
+        assert state.num_in_place >= 2, state
 
 
 def ddp_in_place_without_room() -> None:

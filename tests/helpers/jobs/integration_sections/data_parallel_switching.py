@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ops
@@ -137,6 +138,12 @@ def ddp_refuses_a_second_hook() -> None:
     built_in = wrapped()
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     refused(lambda: ddp.register(built_in), "already has a communication hook, a built-in hook of torch")
+    within_backward = deep_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, within_backward.parameters(), {"lr": 0.1})
+    refused(
+        lambda: ddp.register(DistributedDataParallel(within_backward)),
+        "already has a communication hook, with which DDP runs optimizers within the backward pass",
+    )
     assert_close(trained(model), trained(with_hook), 1e-4)
 
 

@@ -122,7 +122,15 @@ def fsdp2_in_place() -> None:
     model.unshard()
     in_use.undo()  # while something is gathered
     assert_equal(gradients(model, given), wanted)
-    refused(lambda: fsdp2.use_copy_engines(model, least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
+    with torch.inference_mode():  # of a model that only runs in it
+        results = []
+        for is_ours in (False, True):
+            model = sharded(width=36)
+            in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0) if is_ours else in_use
+            results.append([model(given), model(given)])
+    assert_equal(results[1], results[0])
+    assert all(each.num_in_place == each.num_by_copies > 0 for each in in_use.gather_tallies), in_use
+    refused(lambda: fsdp2.use_copy_engines(sharded(), least_piece_bytes=-1), "least_piece_bytes .* 0 or more; found -1")
 
 
 def _prefetch_all(model: Deep) -> None:
@@ -207,6 +215,30 @@ def fsdp2_switches_between_steps() -> None:
         words = str(in_use)
         assert words.startswith("5 groups of parameters; by copies: gathers are on (3 buffers), reductions are on"), words
         assert "switched off" in words
+
+
+def fsdp2_switches_while_parameters_are_gathered() -> None:
+    """A job of two models may step the other one between this one's forward pass and its backward pass. What copies gathered
+    before, and what the library gathers after, is freed once it is no longer used.
+    """
+    results = []
+    for is_ours in (False, True):
+        model = sharded(width=36)
+        for layer in model.layers[1::2]:
+            layer.set_reshard_after_forward(False)
+        in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0) if is_ours else None
+        found = []
+        for step in range(6):
+            loss = model(given_to(dist.get_rank() + 10 * step, width=36)).pow(2).mean()
+            if in_use is not None:
+                in_use.use(gathers=step % 2 == 1, reduces=step % 3 == 1)
+            loss.backward()
+            found += [each.grad.full_tensor() for each in model.parameters()]
+            model.zero_grad()
+        results.append(found)
+    assert_close(results[1], results[0], 1e-4)
+    assert in_use is not None
+    assert all(each.num_in_place > 0 for each in in_use.gather_tallies), in_use
 
 
 def fsdp2_refuses_a_second_call() -> None:
