@@ -29,7 +29,7 @@ CAUSE_WORDS: Mapping[str, str] = {
     "own_stream": "collectives run on the computation's own stream",
     "queued": "collectives wait behind other collectives",
     "hardware_queue": "collectives are serialised in a hardware queue",
-    "launched_late": "the host launches collectives late",
+    "launched_late": "the host launches collectives, or what could hide them, late",
     "slow_rank": "ranks wait for slower ones",
     "uneven": "all-to-alls are split unevenly",
     "tail": "nothing is left to compute at the end of the step",

@@ -15,7 +15,7 @@ CAUSES: dict[Cause, tuple[str, str]] = {
     "own_stream": ("own stream", "on the computation's own stream"),
     "queued": ("queued", "behind another collective"),
     "hardware_queue": ("hardware queue", "serialised in a hardware queue"),
-    "launched_late": ("launched late", "the host issued it late"),
+    "launched_late": ("launched late", "the host issued it, or what could hide it, late"),
     "slow_rank": ("slow rank", "waiting for a rank that arrived later"),
     "uneven": ("uneven split", "this rank has more to move than others"),
     "tail": ("tail", "at the end of the step, where nothing is left to compute"),
