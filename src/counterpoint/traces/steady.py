@@ -223,6 +223,7 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     steps: list[list[int]] = [[] for _ in starts]
     num_outside = num_unknown = num_earlier = 0
     first_us = _first_launched_us(trace)
+    latest_us: float | None = None
     for index, operation in enumerate(trace.operations):
         time_us = operation.launched_us
         if time_us is None and operation.start_us < first_us.get(operation.stream, -math.inf):
@@ -230,7 +231,9 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
             continue
         if time_us is None:
             num_unknown += 1
-            time_us = operation.start_us
+            time_us = operation.start_us if latest_us is None else latest_us
+        else:
+            latest_us = time_us
         window = bisect_right(starts, time_us) - 1
         if window >= 0 and time_us <= trace.step_windows[window][1]:
             steps[window].append(index)
@@ -240,7 +243,7 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     if num_earlier:
         notes.append(f"{num_earlier} operations were issued before recording began and were left out.")
     if num_unknown:
-        notes.append(f"{num_unknown} operations have no launch in the trace and were placed by their GPU time.")
+        notes.append(f"{num_unknown} operations have no launch in the trace and were placed by their GPU order.")
     if num_outside:
         notes.append(f"{num_outside} operations were launched outside the profiled steps and were left out.")
     return steps, notes
