@@ -21,6 +21,10 @@ from counterpoint.value import Value
 from counterpoint.workloads import load_workload, workload_names
 
 LEAVE_OUT = "Leave --machine out"
+DESCRIBE = (
+    "Save the nearest one of `counterpoint machines` (as in counterpoint machines h100 -o my.toml), give it this GPU's "
+    "figures and its name in device_names, and add --machine my.toml"
+)
 
 
 class Job(Value, frozen=True, kw_only=True):
@@ -121,22 +125,22 @@ def _check_text(source: str) -> None:
 def job_of(traced: TracedStep, machine_name: str | None, instead: str = LEAVE_OUT) -> Job:
     """Return the job of a traced step; machine and errors as in `load_job`."""
     device = traced.step.device_name
-    if machine_name is not None:
-        machine: Machine | None = load_machine(machine_name)
-    else:
-        machine = machine_for_device(device) if device else None
+    shipped = machine_for_device(device) if device else None
+    machine = shipped if machine_name is None else load_machine(machine_name)
     if machine is None:
-        known = (
-            f"on '{shown(device)}', which no shipped machine describes"
-            if device
-            else "on a GPU that the trace does not name"
-        )
-        raise StepError(f"The trace was recorded {known}. Name the machine with --machine, or a file that describes it.")
-    if device and device not in machine.device_names:
         raise StepError(
-            f"The trace holds times of '{shown(device)}', which do not apply to '{machine.name}' "
-            f"({shown(', '.join(machine.device_names), 200) or 'no device_names'}). {instead}. To plan for "
-            f"another GPU, describe the step as a workload. If your machine file describes the same GPU under another name, "
-            f"add '{shown(device)}' to its device_names."
+            f"The trace was recorded on '{shown(device)}', which no shipped machine describes. {DESCRIBE}."
+            if device
+            else "The trace was recorded on a GPU that the trace does not name. Name the machine with --machine, or a file "
+            "that describes it."
+        )
+    if device and device not in machine.device_names:
+        names = shown(", ".join(machine.device_names), 200) or "no device_names"
+        if shipped is None and instead == LEAVE_OUT:
+            instead = f"No shipped machine describes this GPU. {DESCRIBE}"
+        raise StepError(
+            f"The trace holds times of '{shown(device)}', which do not apply to '{machine.name}' ({names}). {instead}. To "
+            f"plan for another GPU, describe the step as a workload. If your machine file describes the same GPU under "
+            f"another name, add '{shown(device)}' to its device_names."
         )
     return Job(step=traced.step, machine=machine, traced=traced)

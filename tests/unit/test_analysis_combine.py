@@ -232,6 +232,11 @@ def test_the_verdict_where_nothing_is_exposed(
     assert analysis.causes == ()
 
 
+def test_a_trace_without_communication_may_have_kernels_that_no_rule_knows() -> None:
+    (line,) = combine([rank_of(0, [], world_size=1)]).headline.next
+    assert "--rules" in line
+
+
 def test_communication_that_nothing_hides_is_exposed_however_long_the_step_is() -> None:
     rank = rank_of(0, [traced(0, 0, 0, 15)], world_size=1)
     long = replace(rank, steps=(replace(rank.steps[0], end_us=46_150.0),))

@@ -53,6 +53,8 @@ ANALYSIS = an_analysis(1000.0, 1000.0, 1000.0, 1000.0)
         ("exposed >= 0.06 ms", "exposed >= 0.06 ms: exposed is 60 us"),
         ("starved>1%", "starved>1%: starved is 6.0 %"),
         ("tail > 0%", ""),
+        ("launch-bound >= 0%", "launch-bound >= 0%: launch_bound is 0.0 %"),
+        ("slow rank > 0%", ""),
         ("overlap < 80%", "overlap < 80%: overlap is 50.0 %"),
         ("step > 0.5 ms", "step > 0.5 ms: step is 1 ms"),
     ],

@@ -73,6 +73,14 @@ def test_lost_and_impossible_launches_are_named_and_change_no_union(change: str,
     assert sum(interval.duration_us for interval in found.exposed) == pytest.approx(total[1])
 
 
+def test_kernels_without_a_grid_leave_unknown_what_waited_for_sms(tmp_path: Path) -> None:
+    trace = small_trace()
+    assert not any("no grid" in problem for problem in analyze(trace, tmp_path).problems)
+    for event in trace.events:
+        event.get("args", {}).pop("grid", None)
+    assert any("no grid in the trace" in problem for problem in analyze(trace, tmp_path).problems)
+
+
 def test_copies_sums_and_signals_on_a_stream_that_computes_carry_one_collective(tmp_path: Path) -> None:
     """An all-gather in two pieces with a matmul between them, a barrier before and after; the GELU after it is no part."""
     trace = TraceBuilder()

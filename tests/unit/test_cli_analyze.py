@@ -149,6 +149,13 @@ def test_the_command_that_saves_the_plan_names_the_machine_that_the_user_named(t
     assert f"counterpoint tune {unnamed} --machine h200 -o plan.toml" in out
 
 
+def test_a_plan_that_was_found_by_the_users_rules_says_that_tune_has_none(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nnames = ["my_*"]\nsource = "my.cu"\n')
+    remark = "# tune reads no file of --rules, so its plan may differ"
+    assert [remark in analyze(DDP[0], *words)[1] for words in (("--rules", str(rules)), ())] == [True, False]
+
+
 def test_a_machine_that_is_not_the_traced_one_leaves_out_only_what_is_simulated() -> None:
     status, out, _ = analyze(DDP[0], "--machine", "a100")
     assert status == 0

@@ -64,6 +64,14 @@ def test_a_machine_file_that_names_the_device_is_accepted(tmp_path: Path) -> Non
     assert load_job(source, str(own)).machine.device_names == ("NVIDIA H200 NVL",)
 
 
+def test_a_gpu_that_no_shipped_machine_describes_is_to_be_described_and_no_advice_contradicts_this(tmp_path: Path) -> None:
+    source = trace_of(DEVICE | {"name": "NVIDIA H200 NVL"}, tmp_path)
+    for machine in (None, "h200"):
+        with pytest.raises(StepError, match=r"(?i)no shipped machine describes.* machines h100 -o my\.toml") as refused:
+            load_job(source, machine)
+        assert "Leave --machine out" not in str(refused.value)
+
+
 def test_a_trace_without_a_device_needs_a_machine_and_takes_any(tmp_path: Path) -> None:
     source = trace_of(None, tmp_path)
     with pytest.raises(StepError, match="--machine"):

@@ -105,6 +105,12 @@ def test_buckets_are_copied_back_after_the_last_one_if_all_sizes_fit() -> None:
     assert FlatBuffers(step_of(*with_own)).copies_of == {3: (0, 2)}
 
 
+def test_only_the_first_of_several_all_reduces_after_one_kernel_has_a_bucket() -> None:
+    """The others send something else, such as a loss; each waits for the kernel that was issued last."""
+    step = step_of(named(MULTIPLIED), bucket(0), bucket(0), bucket(0), named(MULTIPLIED), bucket(4))
+    assert FlatBuffers(step).copies_of == {1: (0,), 5: (4,)}
+
+
 def test_without_buckets_gradients_are_averaged_where_they_are() -> None:
     step = step_of(named(MULTIPLIED), bucket(0), copy_back(64 * MIB))
     timeline = Simulator().run(step, H200, plan_of({1: BY_COPIES}))

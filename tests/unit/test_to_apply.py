@@ -150,6 +150,12 @@ def test_the_commands_that_tune_prints_run_as_they_stand(tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (0, "the job ran\n"), done.stderr
 
 
+def test_the_command_that_saves_the_plan_names_the_calibration_that_the_plan_was_found_with() -> None:
+    constants = Path(package.__file__).parent / "calibrations" / "h200.toml"
+    said = CliRunner().invoke(app, ["tune", "cb_ar_opt1", "--calibration", str(constants)]).output
+    assert f"     counterpoint tune cb_ar_opt1 --calibration {constants} -o plan.toml\n" in said
+
+
 ON_ONE_STREAM = """
 name = "on_one_stream"
 num_ranks = 4

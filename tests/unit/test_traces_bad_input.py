@@ -51,6 +51,29 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, name: str, content: 
     assert says in failure(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ['Library("x")', "a\n(1): b", "torch\\cuda"])
+def test_text_that_torch_did_not_escape_is_said_to_come_from_stacks(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.json"
+    event = f'{{"ph": "X", "cat": "python_function", "name": "{name}", "ts": 1, "dur": 1}}, '
+    path.write_text(small_trace().text().decode().replace('"traceEvents": [', '"traceEvents": [' + event))
+    assert "with_stack=True" in failure(path)
+
+
+def test_operations_whose_times_the_profiler_lost_are_refused(tmp_path: Path) -> None:
+    trace = small_trace()
+    kernels = [event for event in trace.events if event["cat"] == "kernel"]
+    for event in kernels[-2:]:
+        event["ts"] = event["dur"] = 0.0
+    assert "2 GPU operations and host calls begin at 0 and take 0 us" in failure(trace.write(tmp_path))
+
+
+def test_a_step_that_takes_no_time_is_refused(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 100)
+    trace.kernel(MATMUL, 50, 0)
+    assert "takes no time on the GPU" in failure(trace.write(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("world_size", "rank", "says"),
     [

@@ -40,6 +40,40 @@ def test_what_runs_in_a_step_counts_whichever_step_launched_it(tmp_path: Path) -
     assert any("Streams run ahead of each other: 1 of the step's 3 operations" in note for note in result.notes)
 
 
+def test_without_any_launch_steps_are_those_that_repeat_on_the_gpu(tmp_path: Path) -> None:
+    """The annotations are the host's, which issued all steps before the GPU was done with the first."""
+    trace = TraceBuilder()
+    for number in range(4):
+        trace.step(10.0 * number, 10.0 * number + 10)
+        trace.kernel(MATMUL, 100.0 * number + 5, 40, host=10.0 * number + 2)
+        trace.collective(100.0 * number + 50, 40, host=10.0 * number + 3)
+    trace.events[:] = [event for event in trace.events if event["cat"] != "cuda_runtime"]
+    found = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert [len(step) for step in found.steps] == [2, 2, 2, 2]
+    assert found.notes == ("The trace has no launches. Its steps are the 4 repetitions of a sequence of 2 operations.",)
+
+
+@pytest.mark.parametrize("lost", ["second matmul", "collective"])
+def test_an_operation_without_a_launch_keeps_its_place_on_its_stream_and_its_step(tmp_path: Path, lost: str) -> None:
+    """The host issued all steps before the GPU was done with the first, so the time on the GPU tells no step."""
+    trace = TraceBuilder()
+    for number in range(4):
+        trace.step(10.0 * number, 10.0 * number + 10)
+        trace.kernel(MATMUL, 100.0 * number + 5, 40, host=10.0 * number + 2)
+        trace.kernel("second", 100.0 * number + 50, 20, host=10.0 * number + 3)
+        trace.collective(100.0 * number + 60, 20, host=10.0 * number + 4)
+        trace.kernel("third", 100.0 * number + 82, 5, host=10.0 * number + 5)
+    place = {"second matmul": 1, "collective": 2}[lost]
+    calls = [event for event in trace.events if event["cat"] == "cuda_runtime"]
+    for call in calls[place::4]:
+        trace.events.remove(call)
+    found = read_activity(trace.write(tmp_path))
+    steps = divide_into_steps(found)
+    names = [[found.operations[index].name[:5] for index in step] for step in steps.steps]
+    assert names == [[MATMUL[:5], "secon", "ncclD", "third"]] * 4
+    assert steps.notes == ("4 operations have no launch in the trace and were placed by their GPU order.",)
+
+
 @pytest.mark.parametrize("num_steps", [2, 3])
 def test_steps_are_alike_when_buckets_rotate_over_streams(tmp_path: Path, num_steps: int) -> None:
     trace = TraceBuilder()

@@ -36,9 +36,10 @@ COMPARED: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
 }
 UNITS: dict[str, tuple[Unit, float]] = {"%": ("share", 0.01), "us": ("us", 1.0), "ms": ("us", 1e3), "s": ("us", 1e6)}
+METRIC = r"(?P<metric>\w+(?:[ -]\w+)*)"
 NUMBER = r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|us|ms|s)"
 CONDITION = re.compile(
-    rf"\s*(?P<metric>\w+)\s*(?P<sign>[<>]=?)\s*(?:(?P<baseline>baseline)\s*(?:(?P<direction>[+-])\s*)?)?(?:{NUMBER})?\s*"
+    rf"\s*{METRIC}\s*(?P<sign>[<>]=?)\s*(?:(?P<baseline>baseline)\s*(?:(?P<direction>[+-])\s*)?)?(?:{NUMBER})?\s*"
 )
 
 
@@ -64,7 +65,7 @@ def parse_condition(text: str) -> Condition:
             "--fail-if takes conditions such as 'exposed > 5%', 'exposed > 3 ms' or 'step > baseline + 3%'; "
             f"found '{shown(text)}'."
         )
-    metric = found["metric"]
+    metric = re.sub("[ -]", "_", found["metric"])  # reports print "slow rank" and "launch-bound"
     require(metric in METRICS, AnalysisError, f"--fail-if can check {', '.join(METRICS)}; found '{shown(metric)}'.")
     require(
         not (found["baseline"] and found["number"]) or bool(found["direction"]),

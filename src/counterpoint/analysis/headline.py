@@ -29,7 +29,7 @@ CAUSE_WORDS: Mapping[Cause, str] = {
     "own_stream": "collectives run on the computation's own stream",
     "queued": "collectives wait behind other collectives",
     "hardware_queue": "collectives are serialized in a hardware queue",
-    "launched_late": "the host launches collectives late",
+    "launched_late": "the host launches collectives, or what could hide them, late",
     "slow_rank": "ranks wait for slower ones",
     "uneven": "all-to-alls are split unevenly",
     "tail": "nothing is left to compute at the end of the step",
@@ -49,7 +49,9 @@ def headline(
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
     if analysis.communication_us <= 0:
-        return Headline(verdict=f"No communication in {_scope(analysis)}.", why=(), next=_next_lines(analysis))
+        unnamed = "If the job has collectives, no rule knows the names of their kernels: name these in a file for --rules."
+        verdict = f"No communication in {_scope(analysis)}."
+        return Headline(verdict=verdict, why=(), next=(unnamed, *_next_lines(analysis)))
     share = analysis.exposed_us / analysis.step_us
     of_step = f"{format_us(analysis.exposed_us)} of {format_us(analysis.step_us)}"
     if unknown:

@@ -155,10 +155,14 @@ def _problems(timed: TimedTrace) -> list[str]:
     """Return what the trace lacks, and what follows from that."""
     problems = []
     unknown = sum(launch is None for launch in timed.launches)
+    sizeless = sum(operation.category == "kernel" and not operation.arguments.grid for operation in timed.trace.operations)
     early = sum(launch is not None and launch > start for launch, start in zip(timed.launches, timed.starts, strict=True))
     if unknown:
         what = format_count(unknown, "operation has", "operations have")
         problems.append(f"{what} no launch in the trace, so it is unknown whether the host issued them late.")
+    if sizeless:
+        what = format_count(sizeless, "kernel has", "kernels have")
+        problems.append(f"{what} no grid in the trace, so it is unknown whether collectives waited there for SMs.")
     if early:
         what = format_count(early, "operation starts", "operations start")
         problems.append(f"{what} before the launch (kineto#1380), so host and GPU times do not agree there.")

@@ -23,6 +23,7 @@ from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
 
 OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
+OTHER_RULES = "# tune reads no file of --rules, so its plan may differ"
 # The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "priority": ("starved", "queued"),
@@ -38,10 +39,13 @@ Entry = tuple[tuple[Cause, ...], str, float, tuple[str, ...], tuple[Directive, .
 OF_CHANGES: Final[tuple[Cause, ...]] = ("dependent", "own_stream", "queued", "launched_late", "tail")
 
 
-def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: str | None = None) -> tuple[Recoverable, ...]:
+def find_recoverable(
+    analysis: Analysis, job: Job, source: str, machine_name: str | None = None, *, has_own_rules: bool = False
+) -> tuple[Recoverable, ...]:
     """Return what would shorten the step of `job`, by value. Causes that the step does not have are not named.
 
-    The job was read from `source`, and for the machine that the user named, or None.
+    The job was read from `source`, by a user's rules if `has_own_rules` is set, and for the machine that the user named, or
+    None.
     """
     job = replace(job, step=_without_waits(job.step, analysis, source))
     machine = () if machine_name is None else ("--machine", machine_name)
@@ -50,7 +54,8 @@ def find_recoverable(analysis: Analysis, job: Job, source: str, machine_name: st
     step = ("--step", source) if needs_step(tuning.plan) else ()
     save = shlex.join(("counterpoint", "tune", source, *machine, "-o", PLAN_FILE))
     run = shlex.join(("counterpoint", "run", "--plan", PLAN_FILE, *step, "--", "torchrun", "train.py"))
-    commands = (*((OTHER_PLAN,) if analysis.skews else ()), save, run) if applied_in_job(tuning.plan, job.step) else ()
+    remarks = (*((OTHER_PLAN,) if analysis.skews else ()), *((OTHER_RULES,) if has_own_rules else ()))
+    commands = (*remarks, save, run) if applied_in_job(tuning.plan, job.step) else ()
     baseline_us = measure(tuning.baseline).makespan_us
     error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
     lone_us = Simulator().lone_times_us(job.step, job.machine)

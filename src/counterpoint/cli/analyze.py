@@ -144,7 +144,7 @@ def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, 
         if not simulates or step is None:
             return found
         show("simulating what can be recovered")
-        return _with_recoverable(found, step, traces[0], machine)
+        return _with_recoverable(found, step, traces[0], machine, has_own_rules=rules is not None)
 
 
 def _each_rank(
@@ -210,7 +210,9 @@ def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
     return [replace(each, rank=next(free)) if each.rank == UNNAMED else each for each in ranks]
 
 
-def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machine_name: str | None) -> "Analysis":
+def _with_recoverable(
+    found: "Analysis", step: "TracedStep", source: str, machine_name: str | None, *, has_own_rules: bool
+) -> "Analysis":
     """Return the analysis with the planner's gain, or with the reason why it is unknown: the GPU is not described, or the
     simulated machine cannot run a kernel of the step.
     """
@@ -221,7 +223,8 @@ def _with_recoverable(found: "Analysis", step: "TracedStep", source: str, machin
     if not found.communication_us:
         return found
     try:
-        entries = find_recoverable(found, job_of(step, machine_name), source, machine_name)
+        job = job_of(step, machine_name)
+        entries = find_recoverable(found, job, source, machine_name, has_own_rules=has_own_rules)
     except CounterpointError as problem:
         return replace(found, problems=(*found.problems, f"What can be recovered is not known: {problem}"))
     return with_recoverable(found, entries)

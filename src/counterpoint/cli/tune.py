@@ -109,7 +109,7 @@ def tune(
     shown = [*timelines.items()] if tuning.plan.directives else [("as it is", tuning.baseline)]
     origin = PlanOrigin(
         file=None if output is None else str(output),
-        finding=("counterpoint", "tune", step, *_option(machine)),
+        finding=("counterpoint", "tune", step, *_option("--machine", machine), *_option("--calibration", calibration)),
         step=step,
         is_described=job.traced is None,
     )
@@ -211,9 +211,9 @@ def demo(context: click.Context) -> None:
     print(NEXT)
 
 
-def _option(machine: str | None) -> tuple[str, ...]:
-    """Return the option that named the machine, as it was typed."""
-    return () if machine is None else ("--machine", machine)
+def _option(name: str, value: str | Path | None) -> tuple[str, ...]:
+    """Return an option as it was typed."""
+    return () if value is None else (name, str(value))
 
 
 def _check_timeline(path: Path | None) -> None:
@@ -281,7 +281,7 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    finding = ("counterpoint", "tune", step, *_option(machine_name))
+    finding = ("counterpoint", "tune", step, *_option("--machine", machine_name))
     origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
     to_apply = ways_to_apply(tuning.plan, origin)
     job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())

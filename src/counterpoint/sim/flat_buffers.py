@@ -47,7 +47,8 @@ class FlatBuffers:
                 elif operation.collective == "all_reduce" and MULTIPLIED.search(name):
                     start = max((kernels[-1] for kernels in buckets.values()), default=-1) + 1
                     found = range(start, wait.operation + 1)
-                    buckets[number] = tuple(each for each in found if MULTIPLIED.search(step.operations[each].name))
+                    if kernels := tuple(each for each in found if MULTIPLIED.search(step.operations[each].name)):
+                        buckets[number] = kernels
         back = self._out_of_buckets(list(buckets))
         self.bucket_bytes = sum(self._num_bytes(number) for number in buckets)
         for number in self._only_filled(buckets):

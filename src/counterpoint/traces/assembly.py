@@ -41,7 +41,7 @@ def assemble(
             "waits. Copy or record it again for the rest."
         )
     notes += [*_lost(operations, calls), *_early(operations)]
-    operations.sort(key=_issue_key)
+    _sort_by_issue(operations)
     found = _attach_operators(operations, calls, operators)
     return replace(
         trace,
@@ -56,11 +56,28 @@ def assemble(
 # The functions below change operations in place: the reader made them for this trace, and nothing else refers to them yet.
 
 
-def _issue_key(operation: GpuOperation) -> tuple[float, float, int, int]:
-    """Return a sort key for the order of issue; it does not depend on the order in which operations are given."""
-    launched_us, arguments = operation.launched_us, operation.arguments
-    start_us = operation.start_us
-    return start_us if launched_us is None else launched_us, start_us, arguments.stream, arguments.correlation
+def _sort_by_issue(operations: list[GpuOperation]) -> None:
+    """Sort operations by their launches. One without a launch comes directly after the one before it on its stream, since a
+    stream runs in the order of issue; without such a one, after the latest launched of those that started before it.
+
+    The result does not depend on the order in which operations are given.
+    """
+    operations.sort(key=_start_key)
+    launched: dict[int, float] = {}
+    latest_us: float | None = None
+    issued_us = []
+    for operation in operations:
+        stream, launched_us = operation.arguments.stream, operation.launched_us
+        if launched_us is not None:
+            launched[stream] = launched_us
+            latest_us = max(launched_us, launched_us if latest_us is None else latest_us)
+        issued_us.append(launched.get(stream, operation.start_us if latest_us is None else latest_us))
+    order = sorted(range(len(operations)), key=issued_us.__getitem__)
+    operations[:] = [operations[index] for index in order]
+
+
+def _start_key(operation: GpuOperation) -> tuple[float, int, int]:
+    return operation.start_us, operation.arguments.stream, operation.arguments.correlation
 
 
 def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int, HostCall]) -> None:

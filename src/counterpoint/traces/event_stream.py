@@ -23,6 +23,7 @@ BLOCK_BYTES = MIB  # four times as much takes a sixth longer, as blocks and thei
 MOST_AROUND_BYTES = 64 * MIB  # limit on the text before or after the events, and on the largest event
 MOST_CANDIDATES = 8
 WINDOW_BYTES = 65536  # a cut is first looked for within this distance of the block's end
+UNESCAPED = "some releases of torch write such text with with_stack=True"  # pytorch#98432, #113001, #130622
 NOT_STATED = -0.0  # a time that an event lacks: counts as 0, and its sign tells it from a 0 that the file states
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -259,8 +260,8 @@ class EventStream:
         try:
             msgspec.json.decode(b"[" + rest.lstrip())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-            said = str(problem).removeprefix("JSON is malformed: ")
-            return re.sub(r" \(byte \d+\)$", "", said)
+            said = re.sub(r" \(byte \d+\)$", "", str(problem).removeprefix("JSON is malformed: "))
+            return said if "truncated" in said else f"{said}; {UNESCAPED}"
         return "it ends after the events"
 
     def _decode_surroundings(self, text: bytes) -> Surroundings:

@@ -36,6 +36,8 @@ GPU_CATEGORIES: dict[str, Category] = {
 }
 HOST_CATEGORIES = frozenset(("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver"))
 K = TypeVar("K", bound=msgspec.Struct)
+MOST_AT_ZERO = 1
+"""More events that begin at 0 and take no time have lost both (pytorch#188481); one may be the first of a shifted trace."""
 MAX_US = 1e17  # above this a double no longer resolves a microsecond
 _LAUNCHES_NOTHING = re.compile(
     "Get|Query|Capturing|Occupancy|SetDevice|SetAttribute|Exchange|Malloc|Free|EventCreate|EventDestroy|HostAlloc|PeekAt"
@@ -77,6 +79,7 @@ class _Collected:
         self.host_waits: list[tuple[float, float]] = []
         self.windows: list[tuple[float, float]] = []
         self.operators = HostOperators()
+        self.timeless: list[str] = []  # names of what begins at 0 and takes no time
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._launch_decoders = _decoders(LaunchArguments)
         self._call_decoders = _decoders(_Correlation)
@@ -104,7 +107,7 @@ class _Collected:
 
     def _add_operations(self, events: list[Event], category: Category) -> None:
         for event in events:
-            _check_times(self.path, event)
+            self._check_times(event)
         shapes = self._shapes
         for event, arguments in zip(events, self._decode(events, *self._launch_decoders, LaunchArguments), strict=True):
             grid, block = arguments.grid, arguments.block
@@ -138,7 +141,7 @@ class _Collected:
 
     def _add_calls(self, events: list[Event]) -> None:
         for event, found in zip(events, self._decode(events, *self._call_decoders, _Correlation), strict=True):
-            _check_times(self.path, event)
+            self._check_times(event)
             name, correlation = event.name, found.correlation
             if name.endswith("Synchronize"):
                 self.host_waits.append((event.ts, event.ts + event.dur))
@@ -156,6 +159,24 @@ class _Collected:
                 thread=intern(str(event.tid)),
                 correlation=correlation,
             )
+
+    def _check_times(self, event: Event) -> None:
+        if 0 < event.ts < MAX_US and 0 < event.dur < MAX_US:
+            return
+        name = shown(event.name)
+        for field, time_us in (("ts", event.ts), ("dur", event.dur)):
+            if time_us == 0 and copysign(1, time_us) == copysign(1, NOT_STATED):
+                place = f" at {event.ts:.15g} us" if field == "dur" else ""
+                raise TraceError(
+                    f"{self.path}: '{name}'{place} has no '{field}'; record the trace again with torch.profiler."
+                )
+        if not (0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US):
+            raise TraceError(
+                f"{self.path}: times must be from 0 to 1e17 us; '{name}' begins at {event.ts:.15g} us and takes "
+                f"{event.dur:.15g} us; record the trace again with torch.profiler."
+            )
+        if event.ts == 0 and event.dur == 0:
+            self.timeless.append(event.name)
 
     def _add_waits(self, events: list[Event]) -> None:
         self.waits += self._decode(events, *self._sync_decoders, SyncArguments)
@@ -192,6 +213,12 @@ class _Collected:
             if damage
             else f"{self.path} holds no GPU activity. Record the job on a GPU, with activities=[CPU, CUDA] and without "
             "another profiler attached.",
+        )
+        require(
+            len(self.timeless) <= MOST_AT_ZERO,
+            TraceError,
+            f"{self.path}: {len(self.timeless)} GPU operations and host calls begin at 0 and take 0 us, first "
+            f"'{shown((self.timeless or [''])[0])}': the profiler lost their times. Record the trace again.",
         )
         operations = max(self.operations.values(), key=len)
         number = operations[0].arguments.device
@@ -241,19 +268,3 @@ def launches_nothing(call: str) -> bool:
 
 def _decoders(kind: type[K]) -> tuple[msgspec.json.Decoder[K], msgspec.json.Decoder[list[K]]]:
     return msgspec.json.Decoder(kind), msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-
-
-def _check_times(path: Path, event: Event) -> None:
-    if 0 < event.ts < MAX_US and 0 < event.dur < MAX_US:
-        return
-    for field, time_us in (("ts", event.ts), ("dur", event.dur)):
-        if time_us == 0 and copysign(1, time_us) == copysign(1, NOT_STATED):
-            place = f" at {event.ts:.15g} us" if field == "dur" else ""
-            raise TraceError(
-                f"{path}: '{shown(event.name)}'{place} has no '{field}'; record the trace again with torch.profiler."
-            )
-    if not (0 <= event.ts < MAX_US and 0 <= event.dur < MAX_US):
-        raise TraceError(
-            f"{path}: times must be from 0 to 1e17 us; '{shown(event.name)}' begins at {event.ts:.15g} us and takes "
-            f"{event.dur:.15g} us; record the trace again with torch.profiler."
-        )

@@ -1,10 +1,11 @@
 """Divides a trace into steps and chooses the steady one.
 
 An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it, because the host
-is often many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them, from the
-repetition of kernel names; otherwise the whole trace is one step. A step's time on the GPU is its window, and everything
-that runs in the window counts, whatever step it belongs to. The steady step is chosen among the steps with the most common
-set of operations (on any streams) whose windows hold what the steps themselves launched. It has their median makespan.
+is often many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them, or without any
+launch, from the repetition of kernel names; otherwise the whole trace is one step. A step's time on the GPU is its window,
+and everything that runs in the window counts, whatever step it belongs to. The steady step is chosen among the steps with
+the most common set of operations (on any streams) whose windows hold what the steps themselves launched. It has their median
+makespan.
 """
 
 import math
@@ -56,7 +57,8 @@ class TracedSteps(Value, frozen=True, kw_only=True):
 
 def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
     """Divide a trace into steps and choose the steady one. Raises `TraceError` if no step holds an operation."""
-    steps, notes = _steps_by_annotation(trace) if trace.step_windows else _steps_by_repetition(trace)
+    is_annotated = bool(trace.step_windows) and any(operation.launched_us is not None for operation in trace.operations)
+    steps, notes = _steps_by_annotation(trace) if is_annotated else _steps_by_repetition(trace)
     steps = [step for step in steps if step]
     require(
         bool(steps),
@@ -221,6 +223,7 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     steps: list[list[int]] = [[] for _ in starts]
     num_outside = num_unknown = num_earlier = 0
     first_us = _first_launched_us(trace)
+    latest_us: float | None = None
     for index, operation in enumerate(trace.operations):
         time_us = operation.launched_us
         if time_us is None and operation.start_us < first_us.get(operation.stream, -math.inf):
@@ -228,7 +231,9 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
             continue
         if time_us is None:
             num_unknown += 1
-            time_us = operation.start_us
+            time_us = operation.start_us if latest_us is None else latest_us
+        else:
+            latest_us = time_us
         window = bisect_right(starts, time_us) - 1
         if window >= 0 and time_us <= trace.step_windows[window][1]:
             steps[window].append(index)
@@ -238,7 +243,7 @@ def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     if num_earlier:
         notes.append(f"{num_earlier} operations were issued before recording began and were left out.")
     if num_unknown:
-        notes.append(f"{num_unknown} operations have no launch in the trace and were placed by their GPU time.")
+        notes.append(f"{num_unknown} operations have no launch in the trace and were placed by their GPU order.")
     if num_outside:
         notes.append(f"{num_outside} operations were launched outside the profiled steps and were left out.")
     return steps, notes
@@ -255,16 +260,13 @@ def _first_launched_us(trace: ActivityTrace) -> dict[int, float]:
 
 def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
     """Return the operations by the repeating sequence of their names, or all of them as one step."""
+    lacks = "launches" if trace.step_windows else "step annotations"
     names = [operation.name for operation in trace.operations]
     first, period, repeats = find_repetition(names)
     if repeats < 2:
-        return [list(range(len(names)))], [
-            "The trace has no step annotations and no repetition, so all of it counts as one step."
-        ]
+        return [list(range(len(names)))], [f"The trace has no {lacks} and no repetition, so all of it counts as one step."]
     steps = [list(range(first + i * period, first + (i + 1) * period)) for i in range(repeats)]
-    note = (
-        f"The trace has no step annotations. Its steps are the {repeats} repetitions of a sequence of {period} operations."
-    )
+    note = f"The trace has no {lacks}. Its steps are the {repeats} repetitions of a sequence of {period} operations."
     left_out = len(names) - period * repeats
     return steps, [note] + ([f"{left_out} operations outside the repetitions were left out."] if left_out else [])
 

@@ -26,7 +26,7 @@ from counterpoint.traces.steady import (
     divide_into_steps,
 )
 from counterpoint.units import format_count, format_percent, format_us
-from counterpoint.value import Value
+from counterpoint.value import Value, require
 
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
@@ -124,6 +124,11 @@ def _steady_step(
         fits_beside=_fits_beside(trace, steps.steady_operations),
     )
     timeline = _timeline(name, trace, steps, trace.rank or 0 if rank is None else rank)
+    require(
+        any(interval.end_us > 0 for interval in timeline.intervals),
+        TraceError,
+        f"{path}: the steady step takes no time on the GPU; record the trace again, with a step that computes.",
+    )
     notes = (
         *trace.notes,
         *_notes_on_file(trace, operations),
