@@ -32,7 +32,7 @@ EQUAL, AT_LEAST, FLUSH = 1, 0, 1 << 30
 class Memory:
     """Stands for a symmetric allocation."""
 
-    def __init__(self, num_bytes: int, *_: object) -> None:
+    def __init__(self, num_bytes: int, *_: object, **__: object) -> None:
         self.local, self.addresses = torch.empty(num_bytes, dtype=torch.uint8), [0, 0]
 
 
