@@ -236,6 +236,14 @@ def test_nothing_was_changed_only_where_no_path_was_tuned_either(num_steps: int,
     assert ("nothing was changed: no process" in output.getvalue()) == (num_steps == 1)
 
 
+@pytest.mark.parametrize(("status", "why"), [(0, "Either the job used no GPU"), (1, "The command ended with status 1")])
+def test_a_command_that_failed_first_is_not_told_of_ld_preload(status: int, why: str) -> None:
+    output = io.StringIO()
+    ended = Ended(exit_status=status)
+    print_outcome(Console(file=output, width=200), RunOutcome(ended=ended, is_filtered=True, is_tuned=False, processes=()))
+    assert f"could see. {why}" in output.getvalue()
+
+
 def told(record: LiveRecord | None, rank: int = 0, is_tuned: bool = True) -> str:
     """What the end of a job says of its tuning."""
     output = io.StringIO()

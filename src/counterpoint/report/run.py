@@ -19,10 +19,7 @@ from counterpoint.supervised.run import RunOutcome
 from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count, format_numbers
 
-NOTHING_LOADED = (
-    "nothing was changed: no process of the command launched a GPU kernel that Counterpoint could see. Either "
-    "the job used no GPU, or it clears LD_PRELOAD"
-)
+NOTHING_LOADED = "nothing was changed: no process of the command launched a GPU kernel that Counterpoint could see"
 NO_STEP = (
     "live tuning never began: no process with a rank (RANK, as torchrun sets it) finished a step. A step ends "
     "with a call of an optimizer's step() or of counterpoint.step()"
@@ -48,7 +45,9 @@ def print_remarks(console: Console, outcome: RunOutcome) -> None:
     if outcome.damaged:
         print_line(console, describe_damage(outcome.damaged))
     elif not outcome.has_acted:
-        print_line(console, NOTHING_LOADED)
+        status = outcome.ended.exit_status
+        why = f"The command ended with status {status}" if status else "Either the job used no GPU, or it clears LD_PRELOAD"
+        print_line(console, f"{NOTHING_LOADED}. {why}")
     for process in outcome.processes:
         if process.problem:
             print_line(console, f"{_who(process)}: {process.problem}")

@@ -71,11 +71,12 @@ class LiveSettings(Value, frozen=True, kw_only=True):
         return not self.may_switch_paths and self.guard_every_steps == 0
 
     def __post_init__(self) -> None:
+        is_few = self.budget_steps < LEAST_BUDGET_STEPS
         require(
             LEAST_BUDGET_STEPS <= self.budget_steps <= MOST_BUDGET_STEPS,
             PlanError,
             f"A budget must be from {LEAST_BUDGET_STEPS} to {MOST_BUDGET_STEPS:,} steps; found "
-            f"{self.budget_steps:,}. Give one of these: fewer steps cannot tell a gain from noise.",
+            f"{self.budget_steps:,}. Give one of these{': fewer steps cannot tell a gain from noise' if is_few else ''}.",
         )
         require(
             self.guard_every_steps == 0 or self.guard_every_steps >= LEAST_BUDGET_STEPS,
