@@ -45,7 +45,7 @@ class Streams:
 
 
 class ModelledRank:
-    """One rank's real `ExpertCopies`, whose driver queues operations in `Streams`."""
+    """One rank's real `ExpertCopies`, dispatches and combines, whose driver queues operations in `Streams`."""
 
     def __init__(self, copies: Any, streams: Streams, rank: int) -> None:
         made = self.copier = object.__new__(copies.ExpertCopies)
