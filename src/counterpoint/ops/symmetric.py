@@ -18,6 +18,7 @@ from counterpoint.ops.graph_cache import UNCACHED, refuse_in_capture
 from counterpoint.units import format_bytes
 
 LENT_MULTIPLE = 512  # as torch's caching allocator rounds sizes
+DEFAULT_POOL = 0, 0  # torch's number of the memory of no pool
 LEAST_LENT = 2**20 + 1  # smaller tensors have segments of their own
 
 
@@ -57,15 +58,13 @@ class SymmetricMemory:
         self.local: torch.Tensor = local
 
     def _allocated(self, num_bytes: int) -> torch.Tensor:
-        if self.is_lent:
-            self._lending = _Lending(self._device)
-            with self._lending:
-                found = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            if self._lending.has(found):
-                return found
-            del found
-            self.is_lent = False  # some versions of torch allocate from a pool of the job's own first
-        return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        if self.is_lent and _has_pool_of_job(self._device):  # which may go first, and in which torch cannot end a pool
+            self.is_lent = False
+        if not self.is_lent:
+            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._lending = _Lending(self._device)
+        with self._lending:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def is_lent_here(self) -> bool:
         """Return whether torch allocates from this memory in the context of `lending` on the current stream."""
@@ -137,10 +136,6 @@ class _Lending(AbstractContextManager[None]):
         self._pool = torch.cuda.MemPool(symmetric_memory.get_mempool_allocator(device))  # which lives as long as this
         self._where = device.index, self._pool.id
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether the pool begins with this tensor."""
-        return any(segment["address"] == tensor.data_ptr() for segment in self._pool.snapshot())
-
     def __enter__(self) -> None:
         torch._C._cuda_beginAllocateCurrentThreadToPool(*self._where)
 
@@ -152,3 +147,10 @@ class _Lending(AbstractContextManager[None]):
 def _current_stream(device: torch.device) -> int:
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
+
+
+def _has_pool_of_job(device: torch.device) -> bool:
+    """Return whether torch allocates from a memory pool that the job has made current."""
+    address = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
+    segments = (each for each in torch.cuda.memory_snapshot() if 0 <= address - each["address"] < each["total_size"])
+    return any(tuple(each["segment_pool_id"]) != DEFAULT_POOL for each in segments)
