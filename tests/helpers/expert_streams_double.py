@@ -2,7 +2,8 @@
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -10,6 +11,13 @@ import numpy as np
 import torch
 
 OWN_COUNTS = -1  # the address of this rank's counts
+ROW_BYTES = 512
+RESULTS, RETURNED = 2, 3  # the region of results, and the place to which a rank fetches those of its tokens
+
+
+def begin_of(rank: int, region: int) -> int:
+    """Return an address that stands for the beginning of a rank's region."""
+    return (rank << 40) + (region << 32)
 
 
 class Streams:
@@ -27,16 +35,17 @@ class Streams:
         self.queues[rank, "all" if self._is_one_queue else stream].append(lambda: act() is not False)
 
     def run(self, chance: random.Random) -> None:
-        """Run all that is queued."""
-        while ready := [queue for queue in self.queues.values() if queue]:
-            chance.shuffle(ready)
-            done = next((queue for queue in ready if queue[0]()), None)
+        """Run all that is queued. Some streams are slow, so that others get far ahead of them."""
+        hurries = {key: chance.random() for key in self.queues}
+        while ready := [key for key, queue in self.queues.items() if queue]:
+            ready.sort(key=lambda key: chance.random() * hurries[key], reverse=True)
+            done = next((key for key in ready if self.queues[key][0]()), None)
             assert done is not None, "every stream waits for ever"
-            done.popleft()
+            self.queues[done].popleft()
 
 
 class ModelledRank:
-    """One rank's real `ExpertCopies`, whose driver queues operations in `Streams`."""
+    """One rank's real `ExpertCopies`, dispatches and combines, whose driver queues operations in `Streams`."""
 
     def __init__(self, copies: Any, streams: Streams, rank: int) -> None:
         made = self.copier = object.__new__(copies.ExpertCopies)
@@ -49,12 +58,17 @@ class ModelledRank:
         events = {name: [None] for name in ("ready", "counted")}
         made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, streams=self)
         self.ends, made._vectors = {"by kernel": [None]}, {(): None}
-        made._results = self.results = copies.results_module.ExpertResults(MagicMock(), self, self, peers)
+        made._results = copies.results_module.ExpertResults(MagicMock(), self, self, peers)
+        made._results.blocks = self
+        made._results.pool.memory.addresses = [begin_of(peer, RESULTS) for peer in range(streams.num_ranks)]
         made._counts_pool = MagicMock()
         made._counts_pool.memory.addresses = [1000 * peer for peer in range(streams.num_ranks)]
-        made.address = lambda region, peer: 0
+        made.address = lambda region, peer: begin_of(peer, int(region))
+        made.region = lambda *_: torch.empty(0)
         made._ends_of = lambda _: None
         made.addresses = dict.fromkeys(copies.ExpertRegion)
+        empty = lambda _: SimpleNamespace(data_ptr=lambda: begin_of(rank, RETURNED))  # noqa: E731
+        self.format = SimpleNamespace(num_bytes=ROW_BYTES, empty=empty)
         self.number, self.call = 0, 0
 
     # what the driver does
@@ -106,9 +120,22 @@ class ModelledRank:
     # copies: what is written is the number of the call
 
     def copy(self, blocks: Any, stream: str) -> None:
-        peer = int(stream.removeprefix("to "))
-        place, call = (peer, self.region, self.piece, self.rank), self.call
-        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update({place: call}))
+        """Copy rows to a peer, or results from one."""
+        pairs = [
+            (target + row, source + row)
+            for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True)
+            for row in range(0, num_bytes, ROW_BYTES)
+        ]
+        call, is_fetched = self.call, stream.startswith("from")
+
+        def act() -> None:
+            for target, source in pairs:
+                if is_fetched:
+                    self.check(source, call)
+                self.streams.memory[target] = call
+
+        for _ in range(2):  # a copy takes a while
+            self.streams.issue(self.rank, stream, act)
 
     def copy_counts(self, target: int, source: int, num_bytes: int, stream: str) -> None:
         memory, call, rank = self.streams.memory, self.call, self.rank
@@ -122,88 +149,104 @@ class ModelledRank:
 
             self.streams.issue(rank, stream, read)
 
+    def copy_results(self, target: int, _source: int, num_bytes: int, stream: str) -> None:
+        """Put results that were computed elsewhere where others fetch them."""
+        self.write(range(target, target + num_bytes, ROW_BYTES), self.call, stream)
+
     def send_rows(self, *_: object, part: str = "all") -> None:
-        """What a kernel does that sends rows ahead: on every other rank, the first or second piece of the first region."""
-        others = [rank for rank in range(self.streams.num_ranks) if rank != self.rank]
-        places, call = [(peer, 0, int(part == "rest"), self.rank) for peer in others], self.call
-        self.streams.issue(self.rank, "by kernel", lambda: self.streams.memory.update(dict.fromkeys(places, call)))
+        """What a kernel does that sends rows ahead: all, or those of first groups, or the rest."""
+        layout = self.layout
+        for peer in layout.peers():
+            numbers = range(len(layout.ranges[peer]))
+            for number in {"all": numbers, "first": numbers[:1], "rest": numbers[1:]}[part]:
+                blocks = layout.blocks(self.rank, peer, number)
+                rows = (each.placed + row for each in blocks for row in range(each.num_rows))
+                self.write([begin_of(peer, 0) + row * ROW_BYTES for row in rows], self.call, "by kernel")
+
+    def write(self, addresses: Iterable[int], value: object, stream: str) -> None:
+        written = dict.fromkeys(addresses, value)
+        self.streams.issue(self.rank, stream, lambda: self.streams.memory.update(written))
+
+    def read(self, addresses: Iterable[int]) -> None:
+        """Read what the present call has brought, or computed."""
+        call = self.call
+        for address in addresses:
+            self.streams.issue(self.rank, "compute", lambda address=address: self.check(address, call))
+
+    def check(self, address: int, call: int) -> None:
+        place = address >> 40, address >> 32 & 3, (address & 0xFFFFFFFF) // ROW_BYTES
+        found = self.streams.memory.get(address)
+        assert found == call, f"(rank, region, row) {place} is of call {found} when call {call} reads it"
 
     # calls
 
-    def gather(self, call: int, *, is_ahead: bool, sends_rest: bool) -> None:
-        self.call, self.sends_rest = call, sends_rest
+    def gather(self, call: int, layout: Any, *, is_ahead: bool) -> None:
+        self.call, self.layout = call, layout
         counts = MagicMock(nbytes=8, itemsize=8, shape=(1,))
         counts.data_ptr.return_value = OWN_COUNTS
         self.copier.gather(counts, 1000, self.send_ahead if is_ahead else lambda _: None)
 
     def place(self) -> None:
         """Put own rows where those of other calls lie, and leave the call to the library."""
-        places = [(self.rank, 0, piece, source) for piece in range(3) for source in range(self.streams.num_ranks)]
-        memory = self.streams.memory
-        self.streams.issue(self.rank, "compute", lambda: memory.update(dict.fromkeys(places, "own rows")))
+        self.write([begin_of(self.rank, 0) + row * ROW_BYTES for row in range(40)], "own rows", "compute")
         self.copier.drop_placed()
 
     def send_ahead(self, gathered: object) -> None:
-        self.copier.send_ahead(None, None, gathered, MagicMock(numbers=(), sends_rest=True) if self.sends_rest else None)
-        for part in range(1 + self.sends_rest):
+        first = MagicMock(numbers=(), sends_rest=self.layout.num_sent_parts == 2) if self.layout.firsts else None
+        self.copier.send_ahead(None, None, gathered, first)
+        for part in range(self.layout.num_sent_parts):
             self.copier.await_ahead(part)
-            self.read_ahead(part)
+        self.read_ahead()
 
-    def read_ahead(self, part: int) -> None:
-        call = self.call
-        for source in range(self.streams.num_ranks):
-            if source != self.rank:
-                key = (self.rank, 0, part, source)
-                self.streams.issue(self.rank, "compute", lambda key=key: self.check(key, call))
+    def read_ahead(self) -> None:
+        groups = self.layout.groups
+        for group in groups[:1] if self.layout.firsts and self.layout.num_sent_parts == 1 else groups:
+            self.read_group(0, group)
 
-    def send(self, call: int, regions: list[int], routes: Any, pieces: range) -> list[Any]:
-        """Begin a pass, and send in all its directions; return what arrives, to be read."""
-        self.call = call
+    def read_group(self, region: int, group: Any) -> None:
+        self.read(begin_of(self.rank, region) + row * ROW_BYTES for row in range(group.rows.start, group.rows.stop))
+
+    def run_pass(self, call: int, layout: Any, regions: list[int], ahead: str) -> None:
+        """One pass, in the order of `expert_passes.py`; all that arrives and all results are read once more at its end."""
+        self.call, self.layout = call, layout
+        rows = self.copies.Rows(layout, self.format, MagicMock())
         self.copier.begin()
-        for self.region in [each for each in regions if each < 2]:
-            outbox = self.copies.Outbox(self.copier, self.copies.ExpertRegion(self.region), 1)
-            outbox.ready(torch.zeros(1))
-            for self.piece in pieces:
-                for peer in range(self.streams.num_ranks):
-                    if routes[self.rank, peer]:
-                        one = np.array([1])
-                        outbox.send(peer, self.piece, (one, one, one))
-            outbox.join()
-        sources = [each for each in range(self.streams.num_ranks) if routes[each, self.rank]]
-        if 2 in regions:
-            self.combine(pieces, sources, tuple(each for each in range(self.streams.num_ranks) if routes[self.rank, each]))
-        return [(region, piece, source) for region in regions if region < 2 for piece in pieces for source in sources]
-
-    def combine(self, pieces: range, sources: list[int], readers: tuple[int, ...]) -> None:
-        """Compute results piece by piece, announce them, and fetch those of the sources."""
-        memory, call, flag = self.streams.memory, self.call, self.copies.arrived_flag
-        self.results.begin()
-        names = [f"from {source}" for source in sources]
-        for name in names:
-            self.follow(name, self.results.prepared)
-        for piece in pieces:
-            self.streams.issue(self.rank, "compute", lambda piece=piece: memory.update({(self.rank, 2, piece): call}))
-            self.results.announce(piece, readers)
-            for source, name in zip(sources, names, strict=True):
-                self.wait(flag(self.copies.ExpertRegion.COMBINE, piece), (source,), name)
-                self.streams.issue(self.rank, name, lambda key=(source, 2, piece): self.check(key, call))
-        for source, name in zip(sources, names, strict=True):
-            for piece in pieces:
-                self.streams.issue(self.rank, name, lambda key=(source, 2, piece): self.check(key, call))
-        self.join(names)
-
-    def read(self, call: int, arriving: list[Any], *, is_ahead: bool) -> None:
-        """Wait for what arrives, read it now and once more at the end, and end the pass."""
-        for region, piece, source in arriving:
-            self.wait(self.copies.arrived_flag(self.copies.ExpertRegion(region), piece), (source,), "compute")
-            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
-        for region, piece, source in arriving:
-            self.streams.issue(self.rank, "compute", lambda key=(self.rank, region, piece, source): self.check(key, call))
-        if is_ahead:
-            for part in range(1 + self.sends_rest):
-                self.read_ahead(part)
+        firsts = {region: int(ahead == "first" and not region) for region in regions if region < RESULTS}
+        sent = {region: self.dispatch(region, rows, first) for region, first in firsts.items()}
+        is_combined = RESULTS in regions
+        if is_combined:
+            returned = [begin_of(self.rank, RETURNED) + row * ROW_BYTES for row in range(layout.num_tokens)]
+            self.write(returned, "another tensor", "compute")
+            combine = self.copier.combine(rows)
+        for group in layout.groups:
+            for region in list(sent)[:1]:
+                self.receive(sent[region], region, group, firsts[region])
+            if is_combined:
+                combine.add(group.number, torch.empty(group.rows.stop - group.rows.start, ROW_BYTES, dtype=torch.uint8))
+        for region in list(sent)[1:]:
+            for group in layout.groups:
+                self.receive(sent[region], region, group, firsts[region])
+        if is_combined:
+            combine.results()
+            self.read(returned)
+            combine.join()
+        for region, each in sent.items():
+            for group in layout.groups[firsts[region] :]:
+                self.read_group(region, group)
+            each.join()
+        if ahead in ("first", "both"):
+            self.read_ahead()
             self.copier.end_ahead()
         self.copier.end()
 
-    def check(self, key: Any, call: int) -> None:
-        assert self.streams.memory.get(key) == call, f"{key} was read after or before the call whose rows it should hold"
+    def dispatch(self, region: int, rows: Any, first: int) -> Any:
+        source = torch.zeros(1)
+        return self.copier.dispatch(self.copies.ExpertRegion(region), rows, source, were_ready=first > 0, first=first)
+
+    def receive(self, sent: Any, region: int, group: Any, first: int) -> None:
+        """Read a group's rows; then the rest is sent, as `AheadDispatch.send_rest` does."""
+        if group.number >= first:
+            sent.group(group.number)
+            self.read_group(region, group)
+        if group.number == first or len(self.layout.groups) == 1:
+            sent.send_rest()

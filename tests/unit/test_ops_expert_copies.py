@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from counterpoint.errors import RefusedTogetherError
 from helpers.expert_streams_double import ModelledRank, Streams
 
 np = pytest.importorskip("numpy")
@@ -106,9 +107,10 @@ class Exchange:
         self._fetches.clear()
 
 
-def combine_of(copies: Any, exchange: Exchange, rows: Any) -> Any:
+def combine_of(copies: Any, exchange: Exchange, rows: Any, *, is_lent: bool = True) -> Any:
     """Return a combine and its memory for results."""
     pool = MagicMock()
+    pool.memory.is_lent_here, pool.memory.is_lent = lambda: is_lent, True
     pool.memory.addresses = exchange.addresses[2].tolist()
     results = copies.results_module.ExpertResults(pool, exchange, exchange, exchange._peers)
     results.blocks = exchange
@@ -151,7 +153,10 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     assert copies.cu.cuEventRecord.called != were_ready
 
 
-@pytest.mark.parametrize("kind", ["not lent, rounded", "lent, rounded", "lent, one matrix", "lent elsewhere, one matrix"])
+@pytest.mark.parametrize(
+    "kind",
+    ["not lent, rounded", "not lent here, rounded", "lent, rounded", "lent, one matrix", "lent elsewhere, one matrix"],
+)
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_rows_reach_their_experts_and_come_back(
@@ -187,7 +192,7 @@ def test_rows_reach_their_experts_and_come_back(
             each.join()
         for rank, (_, rows, _) in enumerate(ranks):
             assert sent[rank].num_sent_bytes == (rows.layout.num_tokens - rows.layout.num_own) * rows.format.num_bytes
-        back = [combine_of(copies, exchange, rows) for exchange, rows, _ in ranks]
+        back = [combine_of(copies, exchange, rows, is_lent=lent != "not lent here") for exchange, rows, _ in ranks]
         for rank, (each, results) in enumerate(zip(back, arrived, strict=True)):
             for number, of_group in enumerate(results):
                 made = 2 * of_group
@@ -195,7 +200,10 @@ def test_rows_reach_their_experts_and_come_back(
                     place = group.memory[rank][2].view(-1)[each._starts[rank][number] // 4 :][: made.numel()]
                     made = place.view(made.shape).copy_(made)
                 each.add(number, made)
+                assert each._added[number] is made or lent == "lent elsewhere", "nothing is copied twice"
             assert each._is_lent == (lent == "lent" or (lent == "lent elsewhere" and not len(torch.cat(results))))
+            if lent.startswith("lent"):
+                assert each._memory.is_lent == each._is_lent, "the next call need not try again"
         for each, (_, _, tokens) in zip(back, ranks, strict=True):
             assert torch.equal(each.results(), 2 * tokens)
             each.join()
@@ -332,6 +340,69 @@ def test_many_blocks_are_one_request_and_single_copies_where_the_driver_refuses(
     assert len(single) == (2 + 2 * 6 if status else 2)
 
 
+class ReservedMemory:
+    """Stands for a symmetric allocation. `most`: how many there can be; with one more, all ranks refuse."""
+
+    is_expired: Callable[[], bool] = lambda: True  # whether the memory before is free
+
+    def __init__(self, num_bytes: int, *_: object, is_lent: bool = False) -> None:
+        assert ReservedMemory.is_expired(), "there is more memory before the former is free"
+        if not ReservedMemory.most:
+            raise RefusedTogetherError("rank 1 has no room")
+        ReservedMemory.most -= 1
+        self.local, self.addresses = torch.empty(num_bytes, dtype=torch.uint8), [0, 0]
+
+    most = 0
+
+
+@pytest.fixture
+def reserving(copies: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An exchange that has no memory yet, on a double of it."""
+    symmetric = importlib.import_module("counterpoint.ops.symmetric")
+    monkeypatch.setattr(symmetric, "SymmetricMemory", ReservedMemory)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    made, device = object.__new__(copies.ExpertCopies), torch.device("cpu")
+    pools = [symmetric.SymmetricPool(device, None, None, is_lent=is_lent) for is_lent in (False, True)]
+    made._pool, made._results = pools[0], MagicMock(pool=pools[1])
+    made._sizes, made.addresses, made._num_ranks = copies.RegionSizes(), {}, 2
+    made.rank, made.device, made._placed, made._have_triton = 0, device, None, True
+    return made
+
+
+def test_memory_that_grows_is_free_before_there_is_more(
+    copies: Any, reserving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+    dispatch, _, combine = copies.ExpertRegion
+    rows = copies.RowFormat(4, torch.float32, reserving.device)
+    monkeypatch.setattr(ReservedMemory, "most", 4)
+    for number in (100, 1000):
+        reserving._placed = copies.Placed(number, None)
+        reserving.reserve({dispatch: 16 * number, combine: 16 * number})
+        assert reserving._placed is None, "own rows that were placed are gone with the memory"
+        views = [reserving.region(region, rows, number) for region in (dispatch, combine)]
+        assert [len(each) for each in views] == [number, number]
+        storage = references(views[0].untyped_storage())
+        monkeypatch.setattr(ReservedMemory, "is_expired", storage.expired)
+        del views
+
+
+def test_a_rank_without_room_for_results_leaves_no_rank_with_memory_for_rows(
+    copies: Any, reserving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = ModuleType("counterpoint.ops.expert_kernels")
+    kernels.Sending, kernels.send_rows = MagicMock(), MagicMock()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    dispatch, _, combine = copies.ExpertRegion
+    monkeypatch.setattr(ReservedMemory, "most", 1)
+    with pytest.raises(RefusedTogetherError):
+        reserving.reserve({dispatch: 160, combine: 160})
+    assert not reserving.holds({dispatch: 160})
+    reserving.place_ahead(torch.zeros(10, 4), torch.zeros(2, 5, dtype=torch.int64))
+    assert not kernels.send_rows.called, "the next call places no rows, because the library takes it"
+    assert reserving._pool.num_bytes() + reserving._results.pool.num_bytes() == 0
+
+
 @pytest.mark.parametrize("is_one_queue", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
@@ -340,31 +411,40 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = kernels.FirstExperts = MagicMock()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     for seed in range(120):
         chance = random.Random(seed)
         streams = Streams(num_ranks, is_one_queue=is_one_queue)
         ranks = [ModelledRank(copies, streams, rank) for rank in range(num_ranks)]
-        for call in range(1, 8):
-            is_gathered, num_pieces = chance.random() < 0.6, chance.randint(1, 3)
-            # first pieces go ahead, and all others, or all again, follow; or two go ahead; or the library takes the pass
+        for call in range(1, 9):
+            is_gathered, num_groups = chance.random() < 0.6, chance.randint(1, 3)
+            # first groups go ahead, and all others, or all again, follow; or all go ahead; or the library takes the pass
             kinds = ["none", "none", "first", "both", "dropped", "library", "placed"]
-            ahead = chance.choice(kinds) if is_gathered else "none"
-            sends_rest = ahead == "both" or (ahead != "first" and chance.random() < 0.5)
+            ahead = chance.choice(kinds if is_gathered else ["none", "none", "library"])
+            num_sent_parts = 1 + (ahead == "both" or (ahead != "first" and chance.random() < 0.5))
+            has_firsts = ahead == "first" or num_sent_parts == 2
             places = range(ahead == "both", 3)
             regions = sorted(chance.sample(places, chance.randint(0, len(places))))
-            routes = np.array([[a != b and chance.random() < 0.7 for b in range(num_ranks)] for a in range(num_ranks)])
+            counts = np.zeros((num_ranks, num_ranks, 3), dtype=int)
+            for source, target in itertools.permutations(range(num_ranks), 2):  # ranks have different numbers of groups
+                counts[source, target] = [chance.choice((0, 0, 1, 2)) for _ in range(3)]
+            firsts = [chance.randint(1, 3) for _ in range(num_ranks)] if has_firsts else ()
             for each in ranks:
+                layout = layouts.ExpertLayout(counts, each.rank, max(num_groups, 1 + has_firsts), firsts=firsts)
+                layout.num_sent_parts = num_sent_parts
                 copies.cu.cuEventRecord = each.record
                 copies.cu.cuStreamWaitEvent = lambda stream, event, _, each=each: each.await_event(stream, event)
                 monkeypatch.setattr(copies, "copy_bytes", each.copy_counts)
+                monkeypatch.setattr(copies.results_module, "copy_bytes", each.copy_results)
                 kernels.send_rows = each.send_rows  # type: ignore[attr-defined]
                 if is_gathered:
-                    each.gather(call, is_ahead=ahead not in ("none", "placed"), sends_rest=sends_rest)
-                if ahead in ("dropped", "library"):
+                    each.gather(call, layout, is_ahead=ahead not in ("none", "placed"))
+                if is_gathered and ahead in ("dropped", "library"):
                     each.copier.end_ahead()
                 elif ahead == "placed":
                     each.place()
+                elif ahead == "library":
+                    each.copier.drop_placed()
                 if ahead not in ("library", "placed"):
-                    pieces = range(1 if ahead == "first" else 0, num_pieces)
-                    each.read(call, each.send(call, regions, routes, pieces), is_ahead=ahead in ("first", "both"))
+                    each.run_pass(call, layout, regions, ahead)
         streams.run(chance)

@@ -3,6 +3,7 @@ several hosts need; and waits for peers' flags flush remote writes where the GPU
 symmetric memory."""
 
 import ctypes
+import gc
 import importlib
 import sys
 import weakref
@@ -13,7 +14,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from counterpoint.errors import RefusedTogetherError
+
 torch = pytest.importorskip("torch")
+StorageWeakRef = pytest.importorskip("torch.multiprocessing.reductions").StorageWeakRef
 
 MODULES = (
     "counterpoint.cuda.driver",
@@ -217,6 +221,94 @@ def test_lanes_copy_rows_at_equal_distances(
         lane.gather([output[place] for place in places])
         assert all(bool((output[place] == peer).all()) for peer, place in enumerate(places))
     assert driver.cuMemcpy2DAsync.called == (step > 1 and not has_wide_pitch)
+
+
+class Pool:
+    """Stands for a `torch.cuda.MemPool`: what lies in it when it ends stays allocated."""
+
+    id = (0, 1)
+    num_made = 0
+
+    def __init__(self, _allocator: object) -> None:
+        Pool.num_made += 1
+
+
+class Allocator:
+    """Stands for torch's caching allocator, where a pool of the job's own may go before an inner one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_pool_of_job: bool) -> None:
+        self.stream, self._pools = 7, [(3, 0)] if has_pool_of_job else []
+        self._empty, self.allocated, self.segments = torch.empty, list[Any](), list[Any]()
+        monkeypatch.setattr(Pool, "num_made", 0)
+        monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
+        monkeypatch.setattr(torch, "empty", self.empty)
+        for name, act in {
+            "_cuda_getCurrentRawStream": lambda _: self.stream,
+            "_cuda_beginAllocateCurrentThreadToPool": lambda _, pool: self._pools.append(pool),
+            "_cuda_endAllocateToPool": lambda _, pool: self._pools.remove(pool),
+            "_cuda_releasePool": lambda *_: None,
+        }.items():
+            monkeypatch.setattr(torch._C, name, act, raising=False)
+
+    def empty(self, *size: Any, **options: Any) -> Any:
+        made = self._empty(*size, **options)
+        pool = next(iter(self._pools), (0, 0))
+        self.segments.insert(0, {"address": made.data_ptr(), "total_size": made.nbytes, "segment_pool_id": pool})
+        self.allocated.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    def is_symmetric(self, address: int) -> bool:
+        return any(each["address"] == address and each["segment_pool_id"] == Pool.id for each in self.segments)
+
+
+@pytest.fixture
+def symmetric(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, on a double of torch's symmetric memory that knows no other memory."""
+    module, known = importlib.import_module("counterpoint.ops.symmetric"), list[int]()
+
+    def empty(num_bytes: int, **options: Any) -> Any:
+        made = torch.zeros(num_bytes, **options)
+        known.append(made.data_ptr())
+        return made
+
+    def rendezvous(local: Any, _group: str) -> Any:
+        is_known = local.data_ptr() in known or module.allocator.is_symmetric(local.data_ptr())
+        return SimpleNamespace(buffer_ptrs=[local.data_ptr()], get_buffer=lambda *_: local) if is_known else None
+
+    double = SimpleNamespace(empty=empty, rendezvous=rendezvous, get_mempool_allocator=lambda _: None)
+    monkeypatch.setattr(module, "symmetric_memory", double)
+    monkeypatch.setattr(module, "allocator", None, raising=False)
+    return module
+
+
+@pytest.mark.parametrize("has_pool_of_job", [False, True])
+def test_memory_is_lent_on_its_stream_unless_the_job_has_a_pool(
+    has_pool_of_job: bool, symmetric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symmetric.allocator = Allocator(monkeypatch, has_pool_of_job=has_pool_of_job)
+    memory = symmetric.SymmetricMemory(64, torch.device("cpu"), MagicMock(), MagicMock(), is_lent=True)
+    assert memory.addresses == [memory.local.data_ptr()]
+    assert memory.is_lent_here() != has_pool_of_job
+    assert Pool.num_made != has_pool_of_job, "a pool that ends within another ends the process"
+    symmetric.allocator.stream = 8
+    assert not memory.is_lent_here(), "another stream gets other memory"
+
+
+def test_memory_that_a_rank_lacks_is_freed_before_the_pool_that_lends_it(
+    symmetric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator, were_free = Allocator(monkeypatch, has_pool_of_job=False), list[bool]()
+
+    def refuse(_: object) -> None:
+        raise RefusedTogetherError("rank 1 has no room")
+
+    monkeypatch.setattr(Pool, "__del__", lambda _: were_free.append(allocator.allocated[-1].expired()), raising=False)
+    with pytest.raises(RefusedTogetherError):
+        symmetric.SymmetricMemory(64, torch.device("cpu"), MagicMock(), SimpleNamespace(compare=refuse), is_lent=True)
+    gc.collect()
+    assert were_free == [True]
 
 
 @pytest.mark.parametrize("has_captured", [False, True])

@@ -140,14 +140,20 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertCopies.reserve`."""
         if self.holds(needed):
             return
-        before, sizes = self._sizes, self._sizes.grown(needed)
-        self._sizes = RegionSizes()
+        held, sizes = (self._sizes.num_landing_bytes, self._sizes.num_result_bytes), self._sizes.grown(needed)
+        self._sizes = RegionSizes()  # views of the memory end here, so that it is free before there is more
         landing, results = sizes.num_landing_bytes, sizes.num_result_bytes
         what = f"An expert layer with {format_bytes(landing + results)} of symmetric memory"
-        if landing > before.num_landing_bytes:
-            self._pool.replace(landing, what, has_captured=False)
-        if results > before.num_result_bytes:
-            self._results.pool.replace(results + SPARE_TO_LEND, what, has_captured=False)
+        try:
+            if landing > held[0]:
+                self._placed = None
+                self._pool.replace(landing, what, has_captured=False)
+            if results > held[1]:
+                self._results.pool.replace(results + SPARE_TO_LEND, what, has_captured=False)
+        except OperatorError:  # one without the other is of no use
+            self._pool.close()
+            self._results.pool.close()
+            raise
         self._sizes = sizes
         if self._pool.memory is None:
             return
@@ -196,17 +202,16 @@ class ExpertCopies(AbstractExpertCopies):
         landed, ends = self._sizes.whole(memory.local, ExpertRegion.DISPATCH, rows), self._ends_of(gathered)
         sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
         send_rows(sending, gathered, ends, part="own")
-        self._placed = Placed(memory, landed.shape[0], ends)
+        self._placed = Placed(landed.shape[0], ends)
 
     def drop_placed(self) -> None:
         """See `AbstractExpertCopies.drop_placed`."""
         self._placed, self._have_met = None, False
 
     def _placed_rows(self, rows: Rows) -> "Placed | None":
-        """Return this rank's own rows of the present call, if they were placed and the memory is still the same."""
+        """Return this rank's own rows of the present call, if they were placed and are still there."""
         placed, self._placed = self._placed, None
-        is_there = placed and placed.memory is self._pool.memory and rows.layout.num_rows <= placed.most_rows
-        return placed if is_there else None
+        return placed if placed and rows.layout.num_rows <= placed.most_rows else None
 
     def _ends_of(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return a vector for the ends of this rank's experts' rows."""
@@ -307,11 +312,10 @@ class ExpertCopies(AbstractExpertCopies):
 
 
 class Placed(NamedTuple):
-    """Own rows that were placed before the host knew the counts: the memory, how many rows of all ranks it has room for, and
-    where each expert's rows end.
+    """Own rows that were placed before the host knew the counts: for how many rows of all ranks there is room, and where
+    each expert's rows end.
     """
 
-    memory: SymmetricMemory
     most_rows: int
     ends: torch.Tensor
 

@@ -33,7 +33,7 @@ from counterpoint.schedule.expert_layout import Counts, ExpertLayout
 
 @final
 class ExpertMessages(AbstractExpertCopies):
-    """Messages of one group; the symmetric memory is ordinary, and counted as a GPU's would be."""
+    """Messages of one group; the symmetric memory for rows that arrive is ordinary, and counted as a GPU's would be."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -73,14 +73,14 @@ class CopyCombine(AbstractCombine):
         self._memory = shared.begin()
         size = rows.format.num_bytes
         self._starts = [result_starts(groups, size) for groups in layout.ranges]
-        self._is_lent = can_be_lent(layout.groups, size)
+        self._is_lent = self._memory is not None and self._memory.is_lent_here() and can_be_lent(layout.groups, size)
         self._added: dict[int, torch.Tensor] = {}  # by group
         self._used: dict[str, None] = {}  # streams
         self.num_sent_bytes = (layout.num_rows - layout.num_own) * size
 
     def memory(self) -> AbstractContextManager[None]:
         """See `AbstractCombine.memory`."""
-        return self._memory.lending() if self._is_lent and self._memory is not None else nullcontext()
+        return self._memory.lending() if self._memory is not None and self._is_lent else nullcontext()
 
     def add(self, number: int, rows: torch.Tensor) -> None:
         """See `AbstractCombine.add`."""
@@ -88,8 +88,8 @@ class CopyCombine(AbstractCombine):
         if self._memory is not None and rows.shape[0]:
             place = self._memory.addresses[layout.rank] + self._starts[layout.rank][number]
             if rows.data_ptr() != place:
-                if self._is_lent:  # no later group may be lent what this one is given now
-                    rows, self._is_lent = rows.clone(), False
+                if self._is_lent:  # no later group may be lent what this one is given now, and torch would do it again
+                    rows, self._is_lent, self._memory.is_lent = rows.clone(), False, False
                 copy_bytes(place, rows.data_ptr(), rows.nbytes, self._shared.streams.current())
         self._added[number] = rows
         self._shared.announce(number, tuple(layout.sources(number)))

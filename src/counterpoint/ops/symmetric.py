@@ -5,19 +5,20 @@ writes it where other ranks can read it.
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from counterpoint.errors import cause_of
+from counterpoint.errors import OperatorError, cause_of
 from counterpoint.ops.agreement import Agreement, CallNotice
 from counterpoint.ops.graph_cache import UNCACHED, refuse_in_capture
 from counterpoint.units import format_bytes
 
 LENT_MULTIPLE = 512  # as torch's caching allocator rounds sizes
+DEFAULT_POOL = 0, 0  # torch's number of the memory of no pool
 LEAST_LENT = 2**20 + 1  # smaller tensors have segments of their own
 
 
@@ -32,35 +33,47 @@ class SymmetricMemory:
     def __init__(
         self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, agreement: Agreement, *, is_lent: bool = False
     ) -> None:
-        problem, self._device = "", device
+        problem, local, self._device = "", None, device
         self.is_lent = is_lent and UNCACHED not in os.environ and torch.cuda.get_allocator_backend() == "native"
         self._stream = _current_stream(device)
         try:
             with torch.inference_mode(mode=False):  # later calls write to it in any mode
-                if self.is_lent:
-                    self._lending = _Lending(device)
-                    with self.lending():
-                        self.local = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-                else:
-                    self.local = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
+                local = self._allocated(num_bytes)
         except RuntimeError as error:
             problem = (
                 f"{format_bytes(num_bytes)} of symmetric memory cannot be allocated ({cause_of(error, 160)}). "
                 "Free GPU memory, or call counterpoint.ops.release() on every rank."
             )
         # all ranks find out together, before any of them waits for the others' memory
-        agreement.compare(CallNotice(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
-        self._handle = symmetric_memory.rendezvous(self.local, group.group_name)
+        try:
+            agreement.compare(CallNotice(request=f"{num_bytes} bytes of symmetric memory", problem=problem))
+        except OperatorError:
+            local = None  # first: a pool that ends leaves allocated what lies in it
+            raise
+        self._handle = symmetric_memory.rendezvous(local, group.group_name)
         self.addresses = [int(address) for address in self._handle.buffer_ptrs]
         if self.is_lent:  # this tensor shares the memory, and the one that torch allocated is free to be lent
-            self.local = self._handle.get_buffer(group.rank(), (num_bytes,), torch.uint8)
+            local = self._handle.get_buffer(group.rank(), (num_bytes,), torch.uint8)
+        assert local is not None, "or the ranks would have refused"
+        self.local: torch.Tensor = local
+
+    def _allocated(self, num_bytes: int) -> torch.Tensor:
+        if self.is_lent and _has_pool_of_job(self._device):  # which may go first, and in which torch cannot end a pool
+            self.is_lent = False
+        if not self.is_lent:
+            return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._lending = _Lending(self._device)
+        with self._lending:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def is_lent_here(self) -> bool:
+        """Return whether torch allocates from this memory in the context of `lending` on the current stream."""
+        return self.is_lent and _current_stream(self._device) == self._stream
 
     def lending(self) -> AbstractContextManager[None]:
         """Return a context in which torch allocates from this memory, from its front on: tensors of more than a MiB, each
-        rounded up to `LENT_MULTIPLE` bytes. Elsewhere, on another stream, and if nothing is lent, torch allocates as usual.
+        rounded up to `LENT_MULTIPLE` bytes. See `is_lent_here`.
         """
-        if not self.is_lent or _current_stream(self._device) != self._stream:
-            return nullcontext()
         return self._lending
 
 
@@ -134,3 +147,10 @@ class _Lending(AbstractContextManager[None]):
 def _current_stream(device: torch.device) -> int:
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)
     return stream
+
+
+def _has_pool_of_job(device: torch.device) -> bool:
+    """Return whether torch allocates from a memory pool that the job has made current."""
+    address = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
+    segments = (each for each in torch.cuda.memory_snapshot() if 0 <= address - each["address"] < each["total_size"])
+    return any(tuple(each["segment_pool_id"]) != DEFAULT_POOL for each in segments)
