@@ -6,6 +6,7 @@ GPUs has its own wires, shared only by copies between the two. Rates are peaks i
 calibrations hold the rates that are reached.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -16,7 +17,7 @@ LEAST_ABSURD_RATE = 1e18
 LEAST_RATE = 1e6  # no link between GPUs is slower; the simulator's clock would overflow
 Topology = Literal["switch", "direct"]
 Ends = tuple[int, int]  # (from, to): GPUs of a node, numbered from 0
-_Resource = tuple[str, int, int]
+_Resource = int | Ends  # the port out of GPU n is n, the port into it -1 - n; wires are their ends
 
 
 class PairRate(Value, frozen=True, kw_only=True):
@@ -88,33 +89,33 @@ class Link(Value, frozen=True, kw_only=True):
         a pair. The copies that use it keep their rate and the others rise further (max-min fairness). How hardware
         arbitrates is an assumption.
         """
-        room, users = self._resources(copies)
-        rates, rising = [0.0] * len(copies), set(range(len(copies)))
+        resources: dict[_Resource, list[int]] = {}  # the copies that use each
+        names = [self._resources_of(each) for each in copies]
+        for number, used in enumerate(names):
+            for name in used:
+                resources.setdefault(name, []).append(number)
+        room = {name: self.between(*name) if isinstance(name, tuple) else self.bytes_per_s for name in resources}
+        num_rising = {name: len(users) for name, users in resources.items()}
+        most = math.inf if self.topology == "direct" else self.per_peer_bytes_per_s
+        rates, rising, rate, tiny = [0.0] * len(copies), set(range(len(copies))), 0.0, 1e-9 * self.bytes_per_s
         while rising:
-            step = min(left / len(users[name] & rising) for name, left in room.items() if users[name] & rising)
-            for name in room:
-                room[name] -= step * len(users[name] & rising)
-            full = {number for name, left in room.items() if left <= 1e-9 * self.bytes_per_s for number in users[name]}
-            for number in rising:
-                rates[number] += step
-            rising -= full
+            step = min(most - rate, *(left / num_rising[name] for name, left in room.items()))
+            rate += step
+            room = {name: left - step * num_rising[name] for name, left in room.items()}
+            full = {number for name, left in room.items() if left <= tiny for number in resources[name]}
+            done = rising if most - rate <= tiny else rising & full
+            for number in done:
+                rates[number] = rate
+                for name in names[number]:
+                    num_rising[name] -= 1
+            rising = rising - done
+            room = {name: left for name, left in room.items() if num_rising[name]}
         return tuple(rates)
 
-    def _resources(self, copies: Sequence[Ends]) -> tuple[dict[_Resource, float], dict[_Resource, set[int]]]:
-        """Return the shared resources, the capacity of each, and the copies that use it."""
-        room: dict[_Resource, float] = {}
-        users: dict[_Resource, set[int]] = {}
-        for number, (sender, receiver) in enumerate(copies):
-            wires = ("wires", sender, receiver) if self.topology == "direct" else ("port", number, number)
-            limits = {
-                ("out", sender, sender): self.bytes_per_s,
-                ("in", receiver, receiver): self.bytes_per_s,
-                wires: self.between(sender, receiver),
-            }
-            for name, limit in limits.items():
-                room[name] = limit
-                users.setdefault(name, set()).add(number)
-        return room, users
+    def _resources_of(self, ends: Ends) -> tuple[_Resource, ...]:
+        """Return what a copy shares with others: the ports out of one GPU and into another, and direct wires."""
+        sender, receiver = ends
+        return (sender, -1 - receiver) if self.topology == "switch" else (sender, -1 - receiver, ends)
 
 
 def _check_figure(name: str, number: float) -> None:

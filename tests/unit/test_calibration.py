@@ -460,3 +460,16 @@ def test_points_are_saved_without_a_file_from_before_too(tmp_path: Path, monkeyp
     found = load_calibration(msgspec.structs.replace(H100, calibration=str(path)))
     assert {each.status for each in constants_of(found).values()} == {"assumed"}
     assert not found.probes["launches"].is_derived
+
+
+def test_a_file_that_changed_is_read_again_in_the_same_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = 'status = "assumed"\ndate = "2026-11-28"\nsource = "a test"\n'
+    mine = msgspec.structs.replace(H200, calibration="mine.toml")
+    found = []
+    for folder, value in (("a", 2.0), ("a", 32.5), ("b", 4.0)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        Path("mine.toml").write_text(f'device_name = "NVIDIA H200"\n[launch_gap_us]\nvalue = {value}\n{origin}')
+        found.append(load_calibration(mine).launch_gap_us.value)
+    assert found == [2.0, 32.5, 4.0]
+    assert load_calibration(mine) is load_calibration(mine), "an unchanged file is read once"

@@ -165,6 +165,7 @@ def test_bad_input_is_one_line_and_2(tmp_path: Path, node: Path) -> None:
     assert "No such file" in refusal("check", "--context", tmp_path / "nowhere.toml")
     assert "-o saves this machine alone" in refusal("check", "-o", tmp_path / "a.toml", "--", "python", "train.py")
     assert "does not exist" in refusal("check", "-o", tmp_path / "nowhere" / "a.toml")
+    assert "A context file must end in .toml; found 'a.json'" in refusal("check", "-o", tmp_path / "a.json")
     assert "already uses that file" in refusal("check", "-o", node, "--context", node)
     node.write_text("gpus = 1")
     assert "gpus must be a list; found 1. Correct it." in refusal("check", "--context", node)

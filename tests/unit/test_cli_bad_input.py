@@ -426,3 +426,12 @@ def test_control_characters_of_a_machine_reach_no_terminal(tmp_path: Path) -> No
     path.write_text(path.read_text().replace(f'"{machine.title}"', '"\\u001b[31mred"'))
     line = refusal("machines", "x.toml", cwd=tmp_path)
     assert "The title of a machine must have at most 200 printable characters; found '\\x1b[31mred'" in line
+
+
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"rmdir '{gone}' && exec '{COUNTERPOINT}' tune cb_ar_opt1 -o plan.toml"
+    done = subprocess.run(["sh", "-c", command], check=False, cwd=gone, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("counterpoint: The current folder no longer exists. Change to another one.\n")

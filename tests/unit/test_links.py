@@ -1,5 +1,6 @@
 """Links as a matrix: rates between two GPUs, to all peers at once, and of copies that share ports or wires."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -42,6 +43,14 @@ def test_copies_share_a_switchs_ports_a_pairs_wires_and_a_receiver() -> None:
     assert MI300X.concurrent([(0, 1), (0, 1), (1, 0)]) == pytest.approx((32e9, 32e9, 64e9))
     assert TWO_NICS.concurrent([(0, 1), (0, 1), (0, 1)]) == pytest.approx((100e9 / 3,) * 3)
     assert H200.concurrent([]) == ()
+
+
+def test_the_rates_of_many_copies_that_share_ports_in_many_ways_take_no_seconds() -> None:
+    copies = [(sender, (sender + 1) * 1000 + number) for sender in range(200) for number in range(sender)]
+    begin = time.process_time()
+    rates = H200.concurrent(copies)
+    assert time.process_time() - begin < 1.5, "seconds; 0.15 as a rule, where a set of copies for each port took 5"
+    assert rates == pytest.approx([450e9 / sender for sender, _ in copies])
 
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)

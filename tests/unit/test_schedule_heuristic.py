@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from counterpoint.machine import Machine, load_machine, usual_element_type
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule import CopySchedule, Problem, ScheduleDescription, heuristic, make_schedule
-from counterpoint.schedule.actions import Region
+from counterpoint.schedule.actions import Pass, Region
 from counterpoint.schedule.costs import DEFAULT_COSTS, TILES, Clock, Costs, kernels_of
 from counterpoint.schedule.estimate import (
     communication_us,
@@ -220,6 +220,20 @@ def test_a_piece_alone_takes_whole_waves_or_less_where_power_comes_back(tiles: i
     end_us = Sms(24).run(0.0, Piece(num_tiles=tiles, tile_us=10.0, start_us=0.0), smoothing)
     whole_us, even_us = 10.0 * math.ceil(tiles / 24), 10.0 * tiles / 24
     assert end_us == pytest.approx(whole_us - smoothing * (whole_us - even_us))
+
+
+def test_each_candidate_is_estimated_once_for_the_pick_and_the_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ScheduleDescription] = []
+
+    def noted(asked: Problem, description: ScheduleDescription, direction: Pass) -> CopySchedule:
+        made.append(description)
+        return make_schedule(asked, description, direction)
+
+    monkeypatch.setattr(heuristic, "make_schedule", noted)
+    asked = problem(num_rows=16_384 + 4)
+    pick_schedule(asked, H200)
+    ranked = rank_candidates(asked, H200)
+    assert sorted(map(str, made)) == sorted(str(each.description) for each in ranked)
 
 
 def test_a_piece_starts_later_only_where_sms_become_free_one_after_the_other() -> None:

@@ -1,6 +1,7 @@
 """The validation set: fixed cases, their files, their predictions, and the figures of those."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +15,7 @@ from counterpoint.paper.values import PLAIN
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.validation import figures
 from counterpoint.validation.bounds import bounds_for
 from counterpoint.validation.cases import (
     Attention,
@@ -26,7 +28,7 @@ from counterpoint.validation.cases import (
     set_digest,
 )
 from counterpoint.validation.described import described_step, places_of
-from counterpoint.validation.figures import PredictedRow, figures_of
+from counterpoint.validation.figures import PredictedRow, best_constant, figures_of
 from counterpoint.validation.outcome import Origin, Outcome, as_read_today, validate_files
 from counterpoint.validation.plans import plans_of, plans_of_limits
 from counterpoint.validation.records import (
@@ -137,6 +139,18 @@ def test_figures_count_errors_signs_and_regret() -> None:
     naive = figures_of(rows, "maximum")
     assert naive.mean_regret == pytest.approx(100 / 80 - 1)
     assert figures_of(rows, "best constant").mean_error <= min(naive.mean_error, figures_of(rows, "sum").mean_error)
+
+
+def test_the_best_constant_is_fitted_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[int] = []
+
+    def noted(rows: Sequence[PredictedRow]) -> float:
+        fitted.append(len(rows))
+        return best_constant(rows)
+
+    monkeypatch.setattr(figures, "best_constant", noted)
+    figures_of([row("a", 100, 90), row("b", 120, 70)], "best constant")
+    assert fitted == [2]
 
 
 def test_times_within_one_percent_are_ties_in_ranks() -> None:
@@ -330,7 +344,7 @@ def test_validate_prints_figures_of_a_file() -> None:
     [
         (("-o", "x.json"), "-o is where --measure writes"),
         (("--measure",), "--measure needs a file to write: add -o NAME.json."),
-        (("--measure", "-o", "x.txt"), "--measure needs a file to write: add -o NAME.json."),
+        (("--measure", "-o", "x.txt"), "The file of --measure must end in .json; found 'x.txt'. Rename it."),
         (("x.json", "--measure", "-o", "y.json"), "--measure takes no FILE to compare with; found x.json."),
         (("missing.json",), "missing.json"),
     ],

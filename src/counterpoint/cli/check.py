@@ -6,7 +6,7 @@ import click
 
 from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, json_option, output_option
 from counterpoint.errors import CounterpointError
-from counterpoint.value import check_outputs, write_json, write_toml, write_whole
+from counterpoint.value import check_outputs, check_toml_name, write_json, write_toml, write_whole
 
 
 @click.command(
@@ -43,6 +43,8 @@ def check(command: tuple[str, ...], context: Path | None, output: Path | None, i
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
     check_outputs((output,), inputs=(context,))
+    if output is not None:
+        check_toml_name(output, "context", CounterpointError)
     if output is not None and (command or context is not None):
         raise CounterpointError("-o saves this machine alone. Leave out the command and --context, or leave out -o.")
     words = list(command)

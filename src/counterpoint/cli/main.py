@@ -49,8 +49,19 @@ def main() -> None:
         sys.exit(1)
     except OSError as problem:
         _drop_output()
+        if not problem.filename and _is_folder_gone():
+            _fail("The current folder no longer exists. Change to another one.")
         _fail(f"Cannot use {problem.filename or 'standard output'}: {problem.strerror}.")
     sys.exit(status)
+
+
+def _is_folder_gone() -> bool:
+    """Return whether the current folder was removed, so that relative paths lead nowhere."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _open_closed_outputs() -> None:

@@ -25,7 +25,7 @@ from counterpoint.schedule.description import (
 )
 from counterpoint.schedule.operations import OPERATORS
 from counterpoint.schedule.routing import Routing, RoutingKind, example_routing, read_routing
-from counterpoint.value import check_outputs, write_json
+from counterpoint.value import check_outputs, cyclic_gc_paused, write_json
 
 USUAL = ScheduleDescription()  # values of the choices that are not given, once one is given
 TORCHRUN = "torchrun --nproc-per-node W -m counterpoint schedule tune OPERATION"
@@ -180,7 +180,8 @@ def show(
             description=_description(choices),
             rank=rank,
         )
-    found = summarize_schedule(question)
+    with cyclic_gc_paused():
+        found = summarize_schedule(question)
     if is_json:
         print(write_json(found))
     else:
@@ -251,7 +252,8 @@ def experts(
             description=None if num_groups is None else expert_description(num_ranks, num_groups),
             rank=rank,
         )
-    found = summarize_experts(question)
+    with cyclic_gc_paused():
+        found = summarize_experts(question)
     if is_json:
         print(write_json(found))
     else:

@@ -153,4 +153,4 @@ def _has_pool_of_job(device: torch.device) -> bool:
     """Return whether torch allocates from a memory pool that the job has made current."""
     address = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
     segments = (each for each in torch.cuda.memory_snapshot() if 0 <= address - each["address"] < each["total_size"])
-    return any(tuple(each["segment_pool_id"]) != DEFAULT_POOL for each in segments)
+    return any(tuple(each.get("segment_pool_id", DEFAULT_POOL)) != DEFAULT_POOL for each in segments)

@@ -11,6 +11,7 @@ what `begin`'s rank overwrites.
 """
 
 import itertools
+from functools import lru_cache
 from typing import Literal
 
 from counterpoint.errors import ScheduleError
@@ -156,6 +157,7 @@ def split(num_rows: int, num_parts: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(starts))
 
 
+@lru_cache(maxsize=64)  # generators cut each block of a call alike
 def graded(num_rows: int, num_parts: int, growth: float) -> tuple[tuple[int, int], ...]:
     """Split rows into parts, each with `growth` times as many rows as the previous one; for growth 1 as `split` does.
 

@@ -5,6 +5,7 @@ matmuls consume them). Every loop runs over turns first and ranks second, so tha
 order.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -99,8 +100,10 @@ class ActionList:
         could end this call before a slow one has begun it, and signal a second time before the slow one has received the
         first signal.
         """
-        for rank in range(self.num_ranks):
-            own = [position for position, action in enumerate(self.actions) if action.rank == rank]
+        positions: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for position, action in enumerate(self.actions):
+            positions[action.rank].append(position)
+        for rank, own in enumerate(positions):
             heard = {self.actions[before].rank for position in own for before in self.actions[position].after}
             silent = [begin for peer, begin in enumerate(self._begins) if peer not in heard and peer != rank]
             self.add("end", FIRST_COMPUTE, rank, after=[*own, *silent])
@@ -154,23 +157,24 @@ class Builder(ActionList):
 
 
 class Arrivals:
-    """Records which copy brought which rows of a rank's buffer."""
+    """Records which copy brought which rows of a rank's buffer. No row arrives twice."""
 
     def __init__(self) -> None:
-        self._entries: defaultdict[tuple[int, str], list[tuple[Region, int]]] = defaultdict(list)  # by rank and buffer
+        self._entries: defaultdict[tuple[int, str], list[tuple[int, int, int]]] = defaultdict(list)  # by rank and buffer
 
     def note(self, region: Region, position: int) -> None:
         """Record that the copy at `position` writes `region`."""
-        self._entries[region.rank, region.buffer].append((region, position))
+        insort(self._entries[region.rank, region.buffer], (region.start, region.stop, position))
 
     def of(self, regions: Iterable[Region]) -> list[int]:
         """Return the positions of the copies that write any of these rows."""
-        return [
-            position
-            for wanted in regions
-            for region, position in self._entries[wanted.rank, wanted.buffer]
-            if region.overlaps(wanted)
-        ]
+        found: list[int] = []
+        for wanted in regions:
+            entries = self._entries[wanted.rank, wanted.buffer]
+            first = bisect_right(entries, wanted.start, key=lambda entry: entry[1])
+            last = bisect_left(entries, wanted.stop, key=lambda entry: entry[0])
+            found += [position for _, _, position in entries[first:last]]
+        return found
 
 
 def region(rank: int, buffer: str, start: int, rows: Rows) -> Region:

@@ -189,11 +189,12 @@ def expert_contents(routing: Routing, rank: int, chain: Chain, *, is_returned: b
     start = 0
     for one, other in blocks:
         source, destination, expert = (rank, one, other) if is_returned else (other, rank, one)
-        rows = routing.of_pair(source, destination)[expert]
-        before_sent = sum(routing.counts[source][: destination * number + expert])
-        before_placed = sum(sum(routing.of_pair(each, destination)[:expert]) for each in ranks)
-        before_placed += sum(routing.of_pair(each, destination)[expert] for each in range(source))
-        owner, first = (destination, before_placed) if given in PLACED else (source, before_sent)
+        column = destination * number + expert  # among the experts of all ranks
+        rows = routing.counts[source][column]
+        if given in PLACED:
+            owner, first = destination, routing.placed_before[source][column]
+        else:
+            owner, first = source, routing.sent_before[source][column]
         weights = tuple(ACTIVATION if layer < 0 else Weight(destination, expert, layer) for layer in layers)
         yield Run(start, start + rows, Counter({Term(owner, given, first - start, weights): 1}))
         start += rows

@@ -6,6 +6,7 @@ model; the planner can choose by measurement instead.
 """
 
 import math
+from functools import lru_cache
 
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
@@ -111,6 +112,7 @@ def rank_candidates(
     return tuple(sorted(candidates, key=lambda each: each.estimated_us))
 
 
+@lru_cache(maxsize=1)  # who asks for the pick often asks for the other candidates, too
 def _estimated_us(problem: Problem, machine: Machine, direction: Pass, costs: Costs) -> dict[ScheduleDescription, float]:
     """Return the estimated time of each candidate, in order of preference."""
     return {

@@ -75,6 +75,20 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
         """Most rows that any rank sends to another one."""
         return max((rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b), default=0)
 
+    @cached_property
+    def sent_before(self) -> tuple[tuple[int, ...], ...]:
+        """First row of each block at its source: `sent_before[source][expert]`."""
+        return tuple(tuple(itertools.accumulate(row[:-1], initial=0)) for row in self.counts)
+
+    @cached_property
+    def placed_before(self) -> tuple[tuple[int, ...], ...]:
+        """First row of each block at its expert's rank, by source and expert: in the order of experts, then of sources."""
+        by_expert: list[tuple[int, ...]] = []
+        for expert, column in enumerate(zip(*self.counts, strict=True)):
+            start = 0 if expert % self.num_local_experts == 0 else by_expert[-1][-1]
+            by_expert.append(tuple(itertools.accumulate(column, initial=start)))  # and where its last block ends
+        return tuple(zip(*by_expert, strict=True))
+
     def of_pair(self, source: int, destination: int) -> tuple[int, ...]:
         """Return the rows from `source` to each of the experts that `destination` holds."""
         number = self.num_local_experts

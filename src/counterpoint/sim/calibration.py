@@ -6,8 +6,9 @@ assumption.
 """
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -276,7 +277,18 @@ def read_file(path: str) -> Calibration:
     return _completed(read_toml(path, dict[str, Any], MachineError), shown_path(path))
 
 
-_own = cache(read_file)
+def _own(path: str) -> Calibration:
+    """Read a user's file, again only after it has changed: a notebook may outlive what the file held."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return read_file(path)  # which says what is wrong
+    return _read_once(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _read_once(path: str, _state: tuple[int, ...]) -> Calibration:
+    return read_file(path)
 
 
 @cache

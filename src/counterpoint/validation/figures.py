@@ -79,7 +79,9 @@ class Figures(Value, frozen=True, kw_only=True):
 def figures_of(rows: Sequence[PredictedRow], model: Model = "simulator") -> Figures:
     """Return the figures of one model; naive models know no control, so all variants of a case are equal to them."""
     if model != "simulator":
-        rows = [_by_naive_model(row, model, rows) for row in rows]
+        share = {"sum": 1.0, "maximum": 0.0}.get(model)
+        exposed_share = best_constant(rows) if share is None else share
+        rows = [_by_naive_model(row, exposed_share) for row in rows]
     errors = np.array([row.error for row in rows])
     changed = [row for row in rows if row.label != PLAIN]
     clear = [row for row in changed if abs(row.measured_change) >= CLEAR_CHANGE]
@@ -102,10 +104,7 @@ def figures_of(rows: Sequence[PredictedRow], model: Model = "simulator") -> Figu
     )
 
 
-def _by_naive_model(row: PredictedRow, model: Model, rows: Sequence[PredictedRow]) -> PredictedRow:
-    share = {"sum": 1.0, "maximum": 0.0}.get(model)
-    if share is None:
-        share = best_constant(rows)
+def _by_naive_model(row: PredictedRow, share: float) -> PredictedRow:
     predicted_us = row.longest_us + share * (row.sum_us - row.longest_us)
     return msgspec.structs.replace(row, predicted_us=predicted_us, predicted_baseline_us=predicted_us)
 
