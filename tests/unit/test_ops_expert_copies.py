@@ -97,7 +97,9 @@ class Exchange:
 
     def current(self) -> None: ...
     def as_torch(self, _name: str) -> None: ...
-    def follow(self, _name: str, _event: object) -> None: ...
+    def follow(self, name: str, event: object) -> None:
+        importlib.import_module("counterpoint.ops.expert_streams").cu.cuStreamWaitEvent(name, event, 0)
+
     def named(self, name: str) -> str:
         return name
 

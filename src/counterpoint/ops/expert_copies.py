@@ -25,7 +25,7 @@ from counterpoint.cuda.block_sums import has_triton
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
+from counterpoint.ops.block_copies import BlockAddresses
 from counterpoint.ops.call_order import WATCH_PRIORITY, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import (
@@ -89,7 +89,7 @@ class ExpertCopies(AbstractExpertCopies):
         self._results = ExpertResults(
             SymmetricPool(device, group, agreement, is_lent=True), self.streams, self.signals, self._peers
         )
-        self.blocks = BlockCopies()
+        self.blocks = self._results.blocks
         self.ready, self.counted = new_event(), new_event()
 
     def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
@@ -237,7 +237,7 @@ class ExpertCopies(AbstractExpertCopies):
 
         self._is_ahead, handle = True, self.streams.named(KERNEL)
         ends = self._ends_of(gathered)  # on the current stream, which waits for the kernel before it reads them
-        check("Waiting for counts", cu.cuStreamWaitEvent(handle, self.counted, 0))
+        self.streams.follow(KERNEL, self.counted)
         with OnStream(self.streams.as_torch(KERNEL)):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
             firsts = None if first is None else self._on_gpu(first.numbers)
@@ -341,7 +341,7 @@ class Outbox:
         if not were_ready:
             check("Readying rows", cu.cuEventRecord(self._ready, exchange.streams.current()))
         for name in self._used:
-            check("Waiting for rows", cu.cuStreamWaitEvent(exchange.streams.named(name), self._ready, 0))
+            exchange.streams.follow(name, self._ready)
 
     def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
@@ -351,7 +351,7 @@ class Outbox:
         name = f"to {peer}"
         handle = exchange.streams.named(name)
         if name not in self._used:
-            check("Waiting for rows", cu.cuStreamWaitEvent(handle, self._ready, 0))
+            exchange.streams.follow(name, self._ready)
             if exchange.awaits_peers:
                 exchange.signals.wait(BEGUN, (peer,), handle)
             self._used[name] = None

@@ -243,7 +243,8 @@ class _Layer:
             if self._stages.is_dispatched:
                 self._multiply_first(layout, group)
             if self._stages.is_combined:
-                self._return(layout, group, self._multiply_last(layout, group))
+                self._multiply_last(layout, group)
+                self._return(layout, group)
         for layout in self._layouts:
             if layout.num_rows:
                 self._differentiate(layout)
@@ -266,7 +267,7 @@ class _Layer:
                 expert_rows=totals,
             )
 
-    def _return(self, layout: ExpertLayout, group: ExpertRange, made: int) -> None:
+    def _return(self, layout: ExpertLayout, group: ExpertRange) -> None:
         """Bring results to their sources. Copy engines of the sources fetch them; a schedule has copies of the rank that
         made the results, which take as long.
         """
@@ -279,7 +280,7 @@ class _Layer:
                 rank,
                 reads=[_placed(rank, "partial", block) for block in blocks],
                 writes=[_sent(source, "product", block) for block in blocks],
-                after=[made, self._begins[rank]],
+                after=[self._computed[rank], self._begins[rank]],
             )
 
     def _place_results(self) -> None:
@@ -306,15 +307,15 @@ class _Layer:
             writes = [_group_rows(rank, "inputs", group), *[_group_rows(rank, "active", group)] * is_backward]
             self.actions.add("activate", self.actions.compute_stream(rank), rank, reads=reads, writes=writes)
 
-    def _multiply_last(self, layout: ExpertLayout, group: ExpertRange) -> int:
+    def _multiply_last(self, layout: ExpertLayout, group: ExpertRange) -> None:
         regions = _group_rows(layout.rank, "inputs", group), _group_rows(layout.rank, "partial", group)
-        return self._multiply(layout, group, regions, self._stages.layers[-1])
+        self._multiply(layout, group, regions, self._stages.layers[-1])
 
     def _multiply(
         self, layout: ExpertLayout, group: ExpertRange, regions: tuple[Region, Region], layer: int, after: Sequence[int] = ()
-    ) -> int:
+    ) -> None:
         """Multiply the first region's rows into the second."""
-        made = self._computed[layout.rank] = self.actions.add(
+        self._computed[layout.rank] = self.actions.add(
             "matmul",
             self.actions.compute_stream(layout.rank),
             layout.rank,
@@ -324,7 +325,6 @@ class _Layer:
             expert_rows=_expert_rows(layout, group),
             layer=layer,
         )
-        return made
 
     def _copy_stream(self, sender: int, receiver: int) -> str:
         """Return the copy stream for a peer, its own if possible, so that a large block does not delay other peers'."""
