@@ -1,6 +1,8 @@
 """DDP whose gradients are averaged where autograd leaves them."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from counterpoint import ops
 from counterpoint.integrations import ddp
+from counterpoint.integrations.ddp import BucketAverages
 from integration_sections.comparing import (
     DEVICE,
     assert_close,
@@ -50,6 +53,17 @@ class Checkpointed(nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return self.last(checkpoint(self.first, given, use_reentrant=self._is_reentrant))
+
+
+def as_without(
+    make: Callable[[], DistributedDataParallel],
+    train: Callable[[DistributedDataParallel, BucketAverages | None], list[torch.Tensor]],
+) -> BucketAverages:
+    """Train a model as it is, and one in place, with the same results; return what the latter counted."""
+    wanted, model = train(make(), None), make()
+    state = ddp.register(model, **EVERYTHING)
+    assert_close(train(model, state), wanted, 1e-5)
+    return state
 
 
 def ddp_in_place() -> None:
@@ -165,62 +179,58 @@ def ddp_in_place_among_other_passes() -> None:
     second backward pass: what DDP averages is averaged, and what it leaves is left.
     """
     rank = dist.get_rank()
+
+    def train(model: DistributedDataParallel, _state: BucketAverages | None) -> list[torch.Tensor]:
+        found = []
+        for step in range(6):
+            model.zero_grad()
+            loss = model(given_to(rank + 10 * step)).pow(2).sum()
+            if step % 2:
+                with torch.no_grad():
+                    model(given_to(rank + 1))
+            else:
+                loss = loss + model(given_to(rank + 2)).pow(2).sum()
+            if step == 4:
+                with model.no_sync():
+                    loss = loss + model(given_to(rank + 3)).pow(2).sum()
+            loss.backward(retain_graph=step == 5)
+            if step == 5:
+                loss.backward()
+            found += [each.grad.clone() for each in model.parameters()]
+        return found
+
     for options in ({}, {"find_unused_parameters": True}):
-        results = []
-        for is_ours in (False, True):
-            model = wrapped(**options)
-            state = ddp.register(model, **EVERYTHING) if is_ours else None
-            found = []
-            for step in range(6):
-                model.zero_grad()
-                loss = model(given_to(rank + 10 * step)).pow(2).sum()
-                if step % 2:
-                    with torch.no_grad():
-                        model(given_to(rank + 1))
-                else:
-                    loss = loss + model(given_to(rank + 2)).pow(2).sum()
-                if step == 4:
-                    with model.no_sync():
-                        loss = loss + model(given_to(rank + 3)).pow(2).sum()
-                loss.backward(retain_graph=step == 5)
-                if step == 5:
-                    loss.backward()
-                found += [each.grad.clone() for each in model.parameters()]
-            results.append(found)
-        assert_close(results[1], results[0], 1e-5)
-        assert state is not None
+        state = as_without(partial(wrapped, **options), train)
         assert state.num_in_place >= 4, state
 
 
 def ddp_in_place_among_passes_of_a_frozen_model() -> None:
     """Two models that train each other: one is frozen while the other learns through it; and a model frozen in part."""
     rank = dist.get_rank()
+
+    def train(model: DistributedDataParallel, _state: BucketAverages | None, *, is_in_part: bool) -> list[torch.Tensor]:
+        found = []
+        for step in range(6):
+            model.zero_grad()
+            model(given_to(rank + 10 * step)).pow(2).sum().backward()
+            found += [each.grad.clone() for each in model.parameters()]
+            model.zero_grad()
+            frozen = list(model.parameters())[:: 2 if is_in_part else 1]
+            for each in frozen:
+                each.requires_grad_(False)
+            given = given_to(rank + 5).requires_grad_()
+            model(given).pow(2).sum().backward()
+            found += [given.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+            for each in frozen:
+                each.requires_grad_(True)
+        return found
+
     for is_in_part, options in (
         (False, {}),
         (False, {"find_unused_parameters": True}),
         (True, {"find_unused_parameters": True}),
     ):
-        results = []
-        for is_ours in (False, True):
-            model = wrapped(**options)
-            state = ddp.register(model, **EVERYTHING) if is_ours else None
-            found = []
-            for step in range(6):
-                model.zero_grad()
-                model(given_to(rank + 10 * step)).pow(2).sum().backward()
-                found += [each.grad.clone() for each in model.parameters()]
-                model.zero_grad()
-                frozen = list(model.parameters())[:: 2 if is_in_part else 1]
-                for each in frozen:
-                    each.requires_grad_(False)
-                given = given_to(rank + 5).requires_grad_()
-                model(given).pow(2).sum().backward()
-                found += [given.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
-                for each in frozen:
-                    each.requires_grad_(True)
-            results.append(found)
-        assert_close(results[1], results[0], 1e-5)
-        assert state is not None
+        state = as_without(partial(wrapped, **options), partial(train, is_in_part=is_in_part))
         assert state.num_in_place >= (1 if is_in_part else 4), state
 
 
@@ -283,21 +293,20 @@ def ddp_in_place_by_turns() -> None:
     assert states[0].num_by_library >= 1, states
     # a job of two models may step the other one between this one's forward pass and its backward pass
     rank = dist.get_rank()
+
+    def train(model: DistributedDataParallel, state: BucketAverages | None) -> list[torch.Tensor]:
+        found = []
+        for step in range(8):
+            model.zero_grad()
+            loss = model(given_to(rank + 10 * step)).pow(2).sum()
+            if state is not None:
+                state.use(step % 3 == 0)
+            loss.backward()
+            found += [each.grad.clone() for each in model.parameters()]
+        return found
+
     for options in ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
-        results = []
-        for is_ours in (False, True):
-            model, found = wrapped(**options), []
-            state = ddp.register(model, **EVERYTHING) if is_ours else None
-            for step in range(8):
-                model.zero_grad()
-                loss = model(given_to(rank + 10 * step)).pow(2).sum()
-                if state is not None:
-                    state.use(step % 3 == 0)
-                loss.backward()
-                found += [each.grad.clone() for each in model.parameters()]
-            results.append(found)
-        assert_close(results[1], results[0], 1e-5)
-        assert state is not None
+        state = as_without(partial(wrapped, **options), train)
         assert state.num_in_place >= 2, state
 
 
