@@ -45,7 +45,7 @@ def estimates_us(entry: Mapping[str, Any]) -> dict[str, float]:
         "library": estimate_experts_sequential(problem, MACHINE),
     }
     for number in NUM_GROUPS:
-        schedule = make_expert_schedule(problem, expert_description(NUM_RANKS, number))
+        schedule = make_expert_schedule(problem, expert_description(number))
         found[f"copies {number}"] = estimate_experts(schedule, problem, MACHINE).makespan_us
     return found
 

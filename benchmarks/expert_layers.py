@@ -31,7 +31,7 @@ from benchmarks.ops_timing import time_interleaved
 from counterpoint import ops
 from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat
 from counterpoint.ops.expert_passes import Pass
-from counterpoint.ops.expert_routing import pick_pieces
+from counterpoint.ops.expert_routing import pick_pieces, size_of
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
 
 PIECES = (1, 2, 4)
@@ -66,8 +66,7 @@ class Layer:
         self.ends = own.sum(0).cumsum(0).to(device, torch.int32)
         self.pairs: list[list[int]] = counts.view(self.size, self.size, -1).sum(-1).tolist()
         self.sent, self.received = self.pairs[self.rank], [row[self.rank] for row in self.pairs]
-        others = [rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b]
-        self.most_bytes = max(others) * shape.dim * 2
+        self.call_size = size_of(self.pairs, shape.dim * 2)
 
     def exchange_counts(self) -> tuple[list[int], list[int]]:
         """As torchtitan does: one all-to-all, and one copy to the host that is waited for."""
@@ -250,7 +249,7 @@ def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) ->
     rows = []
     for operation, make in made.items():
         calls = make()
-        chosen = pick_pieces(layer.most_bytes, None, layer.num_local, has_gradients=operation == "layer")
+        chosen = pick_pieces(layer.call_size, None, layer.num_local, has_gradients=operation == "layer")
         pick = f"copies {chosen}" if chosen else "library"
         timed = time_interleaved(calls, arguments.rounds, arguments.warm_ups)
         found = {name: each.as_dict() for name, each in timed.items()}
@@ -259,7 +258,8 @@ def run_case(shape: ExpertShape, routing: str, arguments: argparse.Namespace) ->
                 "shape": shape._asdict(),
                 "routing": routing,
                 "operation": operation,
-                "most_bytes_of_a_pair": layer.most_bytes,
+                "most_bytes_of_a_pair": layer.call_size.pair_bytes,
+                "most_bytes_of_a_port": layer.call_size.port_bytes,
                 "variants": found,
                 **summary(operation, found, pick),
             }

@@ -51,7 +51,7 @@ class ModelledRank:
         made = self.copier = object.__new__(copies.ExpertCopies)
         self.copies, self.streams, self.rank = copies, streams, rank
         peers = tuple((rank + turn) % streams.num_ranks for turn in range(1, streams.num_ranks))
-        values = {"rank": rank, "_num_ranks": streams.num_ranks, "_peers": peers, "device": torch.device("cpu")}
+        values = {"rank": rank, "_num_ranks": streams.num_ranks, "peers": peers, "device": torch.device("cpu")}
         doubles = {name: MagicMock() for name in ("_order", "_watch", "_pool")}
         state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
         counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_on_host": np.zeros(9), "_counts_address": 0}
@@ -126,7 +126,7 @@ class ModelledRank:
             for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True)
             for row in range(0, num_bytes, ROW_BYTES)
         ]
-        call, is_fetched = self.call, stream.startswith("from")
+        call, is_fetched = self.call, stream == "fetching"
 
         def act() -> None:
             for target, source in pairs:

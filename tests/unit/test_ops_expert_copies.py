@@ -64,7 +64,7 @@ class Exchange:
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group, self._rank, self.rank = group, rank, rank
-        self._peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
+        self.peers = tuple(peer for peer in range(len(group.memory)) if peer != rank)
         self._order, self._num_ranks, self.device = MagicMock(), len(group.memory), "cpu"
         self._placed, self._vectors, self.ends = None, {}, {"by kernel": None}
         self.signals = self.blocks = self.streams = self
@@ -72,7 +72,7 @@ class Exchange:
         self.addresses = [torch.tensor([each[region].data_ptr() for each in group.memory]) for region in range(3)]
 
     def wait(self, flag: int, peers: tuple[int, ...], stream: str | None) -> None:
-        if stream and stream.startswith("from"):
+        if stream and stream == "fetching":
             self._fetches.append(lambda: self.wait(flag, peers, None))
             return
         for peer in peers:
@@ -89,7 +89,7 @@ class Exchange:
         return self._group.memory[self._rank][region, :num_rows]
 
     def copy(self, blocks: Any, stream: str) -> None:
-        if stream.startswith("from"):
+        if stream == "fetching":
             self._fetches.append(lambda: self.copy(blocks, ""))
             return
         for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True):
@@ -114,7 +114,7 @@ def combine_of(copies: Any, exchange: Exchange, rows: Any, *, is_lent: bool = Tr
     pool = MagicMock()
     pool.memory.is_lent_here, pool.memory.is_lent = lambda: is_lent, True
     pool.memory.addresses = exchange.addresses[2].tolist()
-    results = copies.results_module.ExpertResults(pool, exchange, exchange, exchange._peers)
+    results = copies.results_module.ExpertResults(pool, exchange, exchange, exchange.peers)
     results.blocks = exchange
     return copies.CopyCombine(results, rows, exchange.region(2, rows.format, rows.layout.num_rows))
 

@@ -169,13 +169,36 @@ def test_rows_of_a_group_are_those_of_its_experts_in_either_memory(
 def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int, forward_pieces: int) -> None:
     row_bytes = MIB // 2
     pairs = [[500, num_bytes // row_bytes], [0, 900]]  # own rows do not count
-    assert expert_routing.most_rows_of_pairs(pairs) * row_bytes == num_bytes
+    size = expert_routing.size_of(pairs, row_bytes)
+    assert size == (num_bytes, num_bytes), "two ranks have one pair each way"
     pick = expert_routing.pick_pieces
-    assert pick(num_bytes, None, 64, has_gradients=True) == pieces
-    assert pick(num_bytes, None, 64, has_gradients=False) == forward_pieces
+    assert pick(size, None, 64, has_gradients=True) == pieces
+    assert pick(size, None, 64, has_gradients=False) == forward_pieces
     for few in (1, 2, 4):
-        assert pick(num_bytes, None, few, has_gradients=False) == min(2, forward_pieces)
-    assert pick(num_bytes, SEQUENTIAL, 64, has_gradients=False) == 0, "the caller's schedule decides"
+        assert pick(size, None, few, has_gradients=False) == min(2, forward_pieces)
+    assert pick(size, SEQUENTIAL, 64, has_gradients=False) == 0, "the caller's schedule decides"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "size"),
+    [
+        ([[9, 1, 2, 4], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]], (4, 7)),  # one rank sends
+        ([[9, 0, 5, 0], [0, 9, 6, 0], [0, 0, 9, 0], [0, 0, 3, 9]], (6, 14)),  # one rank receives
+        ([[8]], (0, 0)),
+    ],
+)
+def test_the_size_of_a_call_is_that_of_the_busiest_pair_and_the_busiest_port(
+    pairs: list[list[int]], size: tuple[int, int]
+) -> None:
+    assert expert_routing.size_of(pairs, 10) == tuple(10 * each for each in size)
+
+
+def test_the_port_decides_in_forward_and_the_pair_where_the_host_sets_the_time() -> None:
+    size = expert_choice.CallSize(pair_bytes=22 * MIB, port_bytes=66 * MIB)  # four ranks, balanced
+    assert expert_routing.pick_pieces(size, None, 32, has_gradients=False) == 4
+    assert expert_routing.pick_pieces(size, None, 32, has_gradients=True) == 0
+    assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=False) == "parts"
+    assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=True) == "parts", "copies are not for so small pairs"
 
 
 @pytest.mark.parametrize(
@@ -196,9 +219,10 @@ def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, piece
 def test_the_size_of_calls_decides_which_tokens_are_sent_before_the_host_knows_the_counts(
     num_mib: int, num_groups: int, sent: str, without_rest: str
 ) -> None:
+    size = expert_choice.CallSize(num_mib * MIB, num_mib * MIB)
     for share, wanted in ((0.4, sent), (0.09, without_rest), (0.0, without_rest)):
-        assert expert_choice.sent_ahead(num_mib * MIB, num_groups, share, has_beside=False) == wanted
-    beside = expert_choice.sent_ahead(num_mib * MIB, num_groups, 0.4, has_beside=True)
+        assert expert_choice.sent_ahead(size, num_groups, share, has_beside=False) == wanted
+    beside = expert_choice.sent_ahead(size, num_groups, 0.4, has_beside=True)
     assert beside == ("all" if num_mib < 64 else "nothing"), "copies cost nothing beside something else"
 
 
@@ -230,7 +254,8 @@ def test_given_first_groups_do_not_decide_in_how_many_groups_later_calls_are_com
     layout = layouts.ExpertLayout(counts, 0, 4, firsts=(3, 5))
     experts = SimpleNamespace(expected=expert_ahead.ExpectedRows(), copies=SimpleNamespace(can_send_rest=lambda _: True))
     called = SimpleNamespace(has_beside=False, is_checkpointed=False, tokens=torch.empty(1, 1))
-    found = SimpleNamespace(layout=layout, num_pieces=4, pair_bytes=num_mib * MIB, has_gradients=has_gradients)
+    size = expert_choice.CallSize(num_mib * MIB, num_mib * MIB)
+    found = SimpleNamespace(layout=layout, num_pieces=4, size=size, has_gradients=has_gradients)
     found.runtime = SimpleNamespace(experts=lambda: experts)
     expert_routing._learn("a layer", found, called, 512)
     expected = experts.expected.next("a layer")

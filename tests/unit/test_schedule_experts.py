@@ -45,7 +45,7 @@ def problem(
 
 
 def scheduled(operation: ExpertOperation = "expert_ffn", num_groups: int = 2, direction: Pass = "forward") -> CopySchedule:
-    return make_expert_schedule(problem(operation, direction=direction), expert_description(2, num_groups))
+    return make_expert_schedule(problem(operation, direction=direction), expert_description(num_groups))
 
 
 @settings(max_examples=150, deadline=None)
@@ -53,7 +53,7 @@ def scheduled(operation: ExpertOperation = "expert_ffn", num_groups: int = 2, di
 def test_any_routing_is_delivered(which: tuple[ExpertOperation, Pass], routing: Routing, num_groups: int) -> None:
     operation, direction = which
     asked = problem(operation, routing, direction)
-    schedule = make_expert_schedule(asked, expert_description(routing.num_ranks, num_groups))
+    schedule = make_expert_schedule(asked, expert_description(num_groups))
     check_schedule(schedule)
     for rank in range(routing.num_ranks):
         make_program(schedule, rank)
@@ -207,12 +207,23 @@ def test_files_without_a_routing_are_refused(tmp_path: Path, text: str, said: st
 
 def test_the_table_sends_little_by_the_library() -> None:
     routing = example_routing("zipf", num_ranks=2, num_rows=8192, num_experts=8)
-    assert pick_exchange(routing, row_bytes=128).description.is_sequential
-    large = pick_exchange(routing, row_bytes=1 << 16)
+    assert pick_exchange(routing, 128, H200.link).description.is_sequential
+    large = pick_exchange(routing, 1 << 16, H200.link)
     assert large.description.chunks == 4
     assert "measured with 2 ranks" in large.reason
     nothing = Routing(counts=((5, 0), (0, 5)))
-    assert pick_exchange(nothing, row_bytes=1 << 30).description.is_sequential
+    assert pick_exchange(nothing, 1 << 30, H200.link).description.is_sequential
+
+
+def test_copies_have_one_stream_behind_a_switch_and_one_for_each_peer_on_direct_links() -> None:
+    routing = example_routing("balanced", num_ranks=4, num_rows=8192, num_experts=8)
+    for machine, names in ((H200, {"copy 0"}), (load_machine("mi300x"), {"copy 0", "copy 1", "copy 2"})):
+        description = pick_exchange(routing, 1 << 16, machine.link).description
+        made = make_expert_schedule(problem(routing=routing), description)
+        assert {each.stream for each in made.actions if each.kind == "copy"} == names
+        assert {each.description.num_copy_streams for each in rank_expert_schedules(problem(routing=routing), machine)} == {
+            len(names)
+        }
 
 
 @pytest.mark.parametrize(("operation", "direction"), sorted(STAGES))
@@ -263,7 +274,7 @@ def test_gradients_of_weights_take_as_long_in_a_schedule_as_alone() -> None:
     asked = ExpertProblem(
         operation="grouped_matmul_combine", routing=kept, num_inner=256, num_hidden=14336, direction="backward"
     )
-    schedule = make_expert_schedule(asked, expert_description(2, 1))
+    schedule = make_expert_schedule(asked, expert_description(1))
     spans = estimate_experts(schedule, asked, H200).spans
     computed = [
         span.end_us - span.start_us

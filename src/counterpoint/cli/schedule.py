@@ -234,10 +234,12 @@ def experts(
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.expert_schedule import ExpertQuestion, print_experts, summarize_experts  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
-    from counterpoint.schedule.expert_choice import expert_description  # noqa: PLC0415
+    from counterpoint.schedule.expert_choice import expert_description, num_copy_streams_on  # noqa: PLC0415
     from counterpoint.schedule.expert_schedules import ExpertProblem  # noqa: PLC0415
 
     with _fields_as_options(OPTIONS | {"chunks": "--groups"}):
+        on_machine = load_machine(machine)
+        num_streams = num_copy_streams_on(on_machine.link, num_ranks)
         question = ExpertQuestion(
             problem=ExpertProblem(
                 operation=operation,
@@ -248,8 +250,8 @@ def experts(
                 element_bytes=ELEMENT_BYTES[dtype],
                 direction="backward" if is_backward else "forward",
             ),
-            machine=load_machine(machine),
-            description=None if num_groups is None else expert_description(num_ranks, num_groups),
+            machine=on_machine,
+            description=None if num_groups is None else expert_description(num_groups, num_streams),
             rank=rank,
         )
     with cyclic_gc_paused():

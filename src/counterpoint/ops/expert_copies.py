@@ -45,6 +45,7 @@ from counterpoint.ops.expert_streams import (
     COUNTS_ARRIVED,
     KERNEL,
     NUM_FLAGS,
+    SENDING,
     ExpertStreams,
     arrived_flag,
     new_event,
@@ -68,7 +69,7 @@ class ExpertCopies(AbstractExpertCopies):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
         self.rank, self._num_ranks = int(group.rank()), int(group.size())
         self._group, self.device = group, device
-        self._peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
+        self.peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self.signals = NumberedSignals(group, device, agreement, NUM_FLAGS)
         self._watch = self.signals.flags.watch
         found = set(agreement.exchange(bytes([has_triton(), can_spare_sms(device)])))
@@ -87,7 +88,7 @@ class ExpertCopies(AbstractExpertCopies):
         self.addresses: dict[ExpertRegion, torch.Tensor] = {}  # where a region begins, by rank
         self.streams = ExpertStreams(group.group_name, device)
         self._results = ExpertResults(
-            SymmetricPool(device, group, agreement, is_lent=True), self.streams, self.signals, self._peers
+            SymmetricPool(device, group, agreement, is_lent=True), self.streams, self.signals, self.peers
         )
         self.blocks = self._results.blocks
         self.ready, self.counted = new_event(), new_event()
@@ -107,7 +108,7 @@ class ExpertCopies(AbstractExpertCopies):
         for address in memory.addresses:
             copy_bytes(address + row, counts.data_ptr(), counts.nbytes, stream)
         lasts = tuple(address + row + counts.nbytes for address in memory.addresses)
-        self.signals.exchange(COUNTS_ARRIVED, self._peers, stream, lasts, last)
+        self.signals.exchange(COUNTS_ARRIVED, self.peers, stream, lasts, last)
         copy_bytes(gathered.data_ptr(), own, self._num_ranks * num_bytes, stream)
         copy_bytes(self._counts_address, own, self._num_ranks * num_bytes, stream)
         check("Marking the counts", cu.cuEventRecord(self.counted, stream))
@@ -168,8 +169,8 @@ class ExpertCopies(AbstractExpertCopies):
         self._open()
         self.awaits_peers, self._have_met = not self._have_met, False
         if self.awaits_peers:
-            self.signals.raise_to(BEGUN, self._peers, self.streams.current())
-            self._order.watch_wait(lambda stream: self.signals.wait(BEGUN, self._peers, stream))
+            self.signals.raise_to(BEGUN, self.peers, self.streams.current())
+            self._order.watch_wait(lambda stream: self.signals.wait(BEGUN, self.peers, stream))
 
     def _open(self) -> None:
         self._require_ended(is_open=self._is_open)
@@ -242,11 +243,11 @@ class ExpertCopies(AbstractExpertCopies):
             sending = Sending(self.rank, tokens, landed, self.addresses[ExpertRegion.DISPATCH])
             firsts = None if first is None else self._on_gpu(first.numbers)
             send_rows(sending, gathered, ends, firsts, "all" if first is None else "first")
-            self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self._peers, handle)
+            self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 0), self.peers, handle)
             check("Marking sent rows", cu.cuEventRecord(self.streams.ends[KERNEL], handle))
             if first is not None and first.sends_rest:
                 send_rows(sending, gathered, ends, firsts, part="rest")
-                self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 1), self._peers, handle)
+                self.signals.raise_to(arrived_flag(ExpertRegion.DISPATCH, 1), self.peers, handle)
         return ends
 
     def _on_gpu(self, numbers: tuple[int, ...]) -> torch.Tensor:
@@ -264,7 +265,7 @@ class ExpertCopies(AbstractExpertCopies):
             self.streams.join([KERNEL])
         else:
             check("Waiting for sent rows", cu.cuStreamWaitEvent(self.streams.current(), self.streams.ends[KERNEL], 0))
-        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, part), self._peers, self.streams.current())
+        self.signals.wait(arrived_flag(ExpertRegion.DISPATCH, part), self.peers, self.streams.current())
 
     def end_ahead(self) -> None:
         """See `AbstractExpertCopies.end_ahead`."""
@@ -327,7 +328,7 @@ class Outbox:
     def __init__(self, exchange: ExpertCopies, region: ExpertRegion, row_bytes: int) -> None:
         self._exchange, self.region, self._row_bytes = exchange, region, row_bytes
         self._ready = exchange.ready  # the event that copies of the current rows follow
-        self._used: dict[str, None] = {}  # copy streams
+        self._has_sent = False
         self._sources: list[torch.Tensor] = []  # kept until the copies are joined
         self.num_bytes = 0
 
@@ -340,21 +341,19 @@ class Outbox:
         self._ready = exchange.counted if were_ready else exchange.ready
         if not were_ready:
             check("Readying rows", cu.cuEventRecord(self._ready, exchange.streams.current()))
-        for name in self._used:
-            exchange.streams.follow(name, self._ready)
+        if self._has_sent:
+            exchange.streams.follow(SENDING, self._ready)
 
     def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
         """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
         numbers of rows.
         """
-        exchange, size = self._exchange, self._row_bytes
-        name = f"to {peer}"
-        handle = exchange.streams.named(name)
-        if name not in self._used:
-            exchange.streams.follow(name, self._ready)
+        exchange, size, handle = self._exchange, self._row_bytes, self._exchange.streams.named(SENDING)
+        if not self._has_sent:
+            exchange.streams.follow(SENDING, self._ready)
             if exchange.awaits_peers:
-                exchange.signals.wait(BEGUN, (peer,), handle)
-            self._used[name] = None
+                exchange.signals.wait(BEGUN, exchange.peers, handle)
+            self._has_sent = True
         target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
         first, placed, num_rows = blocks
         copied = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
@@ -364,7 +363,7 @@ class Outbox:
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
-        self._exchange.streams.join(self._used)
+        self._exchange.streams.join([SENDING] * self._has_sent)
         self._sources.clear()
 
 

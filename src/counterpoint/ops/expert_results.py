@@ -16,7 +16,7 @@ from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, ExpertRegion, Rows
 from counterpoint.ops.expert_memory import can_be_lent, result_starts
-from counterpoint.ops.expert_streams import BEGUN, ExpertStreams, arrived_flag, new_event
+from counterpoint.ops.expert_streams import BEGUN, FETCHING, ExpertStreams, arrived_flag, new_event
 from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.symmetric import LENT_MULTIPLE, SymmetricMemory, SymmetricPool
 
@@ -75,7 +75,7 @@ class CopyCombine(AbstractCombine):
         self._starts = [result_starts(groups, size) for groups in layout.ranges]
         self._is_lent = self._memory is not None and self._memory.is_lent_here() and can_be_lent(layout.groups, size)
         self._added: dict[int, torch.Tensor] = {}  # by group
-        self._used: dict[str, None] = {}  # streams
+        self._has_fetched = False
         self.num_sent_bytes = (layout.num_rows - layout.num_own) * size
 
     def memory(self) -> AbstractContextManager[None]:
@@ -99,16 +99,15 @@ class CopyCombine(AbstractCombine):
         """Fetch the results of groups `first` to `last` - 1 of every peer when they are announced."""
         shared, layout, size = self._shared, self._rows.layout, self._rows.format.num_bytes
         for peer, number in layout.outgoing(first, last):
-            name = f"from {peer}"
-            if name not in self._used:
-                shared.streams.follow(name, shared.prepared)
-                self._used[name] = None
+            if not self._has_fetched:
+                shared.streams.follow(FETCHING, shared.prepared)
+                self._has_fetched = True
             assert self._memory is not None, "there are rows"
             sent, placed, num_rows = layout.block_arrays(layout.rank, peer, number)
             start = self._starts[peer][number] - layout.ranges[peer][number].rows.start * size
             source, target = self._memory.addresses[peer] + start, self._results.data_ptr()
             copied = BlockAddresses(sent * size + target, placed * size + source, num_rows * size)
-            handle = shared.streams.named(name)
+            handle = shared.streams.named(FETCHING)
             shared.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), handle)
             shared.blocks.copy(copied, handle)
 
@@ -122,7 +121,7 @@ class CopyCombine(AbstractCombine):
             for number, rows in self._added.items():
                 own = layout.sent(layout.rank, layout.rank, number)
                 self._take_own(rows, layout.groups[number].rows.start, own)
-        self._shared.streams.join(self._used)
+        self._shared.streams.join([FETCHING] * self._has_fetched)
         self._added.clear()
         return self._results
 

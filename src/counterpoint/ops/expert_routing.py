@@ -25,7 +25,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import first_share, num_groups_for, sent_ahead, size_for
+from counterpoint.schedule.expert_choice import CallSize, first_share, num_groups_for, sent_ahead, size_for
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, num_parts_of, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -55,13 +55,13 @@ class Pieces(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What ranks have exchanged, and what follows from it: the rows of each pair of ranks, the bytes of the busiest pair,
-    and whether any rank's call has gradients.
+    """What ranks have exchanged, and what follows from it: the rows of each pair of ranks, the size of the call, and whether
+    any rank's call has gradients.
     """
 
     found: Counts
     pairs: Pairs
-    pair_bytes: int
+    size: CallSize
     has_gradients: bool
 
 
@@ -71,14 +71,14 @@ class ExpertRouting:
 
     `counts[source, destination, expert]`: rows from each rank for each of a rank's experts. `num_tokens`: rows of this
     rank's tokens. `num_rows`: rows that this rank's experts compute, by expert and then source. `num_pieces`: the most
-    groups of experts per rank; 0 if rows go by the library's all-to-all. `pair_bytes`: what the busiest pair of ranks
-    exchanges. `has_gradients`: whether any rank's call has gradients. `gathered`: every rank's row of the exchange of
+    groups of experts per rank; 0 if rows go by the library's all-to-all. `size`: how much the ranks exchange.
+    `has_gradients`: whether any rank's call has gradients. `gathered`: every rank's row of the exchange of
     counts, on the host, and behind it what else decides its groups, from which `route_again` makes this routing.
     """
 
     def __init__(self, runtime: Runtime, counted: Counted, on_device: torch.Tensor, pieces: Pieces) -> None:
         self.runtime, self.num_pieces = runtime, pieces.number
-        found, pairs, self.pair_bytes, self.has_gradients = counted
+        found, pairs, self.size, self.has_gradients = counted
         whole = pieces.beside(found)
         self.gathered = torch.from_numpy(whole)
         self.counts = whole[:, :-3].reshape(len(whole), len(whole), -1)
@@ -93,7 +93,7 @@ class ExpertRouting:
     @property
     def is_small(self) -> bool:
         """Whether so few tokens arrive that keeping them for backward costs less than sending them again."""
-        return not size_for(self.pair_bytes).num_groups
+        return not size_for(self.size.pair_bytes).num_groups
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
@@ -271,11 +271,11 @@ def _learn(kind: str, found: ExpertRouting, call: Called, num_columns: int) -> N
     layout, experts = found.layout, found.runtime.experts()
     number = layout.num_groups
     if layout.firsts:  # its groups were given; how many they would be otherwise
-        number = max(1, pick_pieces(found.pair_bytes, None, layout.num_experts, has_gradients=found.has_gradients))
+        number = max(1, pick_pieces(found.size, None, layout.num_experts, has_gradients=found.has_gradients))
     can_send_rest = experts.copies is not None and experts.copies.can_send_rest(RowFormat.of(call.tokens))
     share = first_share(num_columns, layout.num_ranks) if can_send_rest and num_columns else 0.0
     num_groups = 1 if call.is_checkpointed else number
-    sent = sent_ahead(found.pair_bytes, num_groups, share, has_beside=call.has_beside)
+    sent = sent_ahead(found.size, num_groups, share, has_beside=call.has_beside)
     if sent == "nothing":
         experts.expected.forget(kind)
     elif sent == "all":
@@ -334,11 +334,11 @@ def _routing(runtime: Runtime, call: Called, found: Counts, on_device: torch.Ten
     if [sum(row) for row in pairs] != sums or counts.view(np.uint64).max() > max(sums):
         _refuse_sums(call.operator, counts, sums)
     is_copied = runtime.experts().copies is not None
-    pair_bytes = most_rows_of_pairs(pairs) * RowFormat.of(call.tokens).num_bytes
+    size = size_of(pairs, RowFormat.of(call.tokens).num_bytes)
     if pieces is None:
-        number = pick_pieces(pair_bytes, call.schedule, shaped.shape[2], has_gradients=has_gradients)
+        number = pick_pieces(size, call.schedule, shaped.shape[2], has_gradients=has_gradients)
         pieces = Pieces(number if is_copied else 0)
-    return ExpertRouting(runtime, Counted(found, pairs, pair_bytes, has_gradients), on_device, pieces)
+    return ExpertRouting(runtime, Counted(found, pairs, size, has_gradients), on_device, pieces)
 
 
 def split_last(found: Counts) -> tuple[list[int], bool]:
@@ -379,15 +379,18 @@ def require_experts_schedule(schedule: object) -> None:
         )
 
 
-def most_rows_of_pairs(pairs: Pairs) -> int:
-    """Return the rows of the busiest pair of ranks; `pairs[source][destination]`."""
-    return max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+def size_of(pairs: Pairs, row_bytes: int) -> CallSize:
+    """Return the size of a call with these rows of each pair of ranks: `pairs[source][destination]`."""
+    sent = [sum(row) - row[rank] for rank, row in enumerate(pairs)]
+    received = [sum(column) - column[rank] for rank, column in enumerate(zip(*pairs, strict=True))]
+    of_pair = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+    return CallSize(of_pair * row_bytes, max(*sent, *received) * row_bytes)
 
 
-def pick_pieces(pair_bytes: int, schedule: ScheduleDescription | None, num_experts: int, *, has_gradients: bool) -> int:
-    """Return in how many pieces each rank's experts are computed if the busiest pair of ranks exchanges so many bytes; 0 if
-    rows go by the library's all-to-all. A schedule named by the caller decides.
+def pick_pieces(size: CallSize, schedule: ScheduleDescription | None, num_experts: int, *, has_gradients: bool) -> int:
+    """Return in how many pieces each rank's experts are computed in calls of this size; 0 if rows go by the library's
+    all-to-all. A schedule named by the caller decides.
     """
     if schedule is not None:
         return 0 if schedule.is_sequential else schedule.chunks
-    return num_groups_for(pair_bytes, num_experts, has_gradients=has_gradients)
+    return num_groups_for(size, num_experts, has_gradients=has_gradients)

@@ -16,6 +16,9 @@ COUNTS_ARRIVED, BEGUN, FIRST_ARRIVED = range(3)
 NUM_FLAGS = FIRST_ARRIVED + len(ExpertRegion) * MAX_CHUNKS
 HIGH_PRIORITY = -1  # as torch counts
 KERNEL = "by kernel"  # the stream of the kernel that sends rows ahead of the host
+# Each direction has one copy stream, which takes the peers in turn, each rank another first. Copies to three peers at once
+# took up to 1.8 times as long: a GPU that several send to at a time holds up all of them.
+SENDING, FETCHING = "sending", "fetching"
 
 
 def arrived_flag(region: ExpertRegion, number: int) -> int:

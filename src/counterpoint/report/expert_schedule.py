@@ -63,7 +63,7 @@ class ExpertSummary(EstimatedSchedule, frozen=True, kw_only=True):
 def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
     """Make the schedule, check it, and estimate it and its alternatives. Raises `ScheduleError`."""
     problem, machine = question.problem, question.machine
-    pick = pick_exchange(problem.routing, problem.num_inner * problem.element_bytes)
+    pick = pick_exchange(problem.routing, problem.num_inner * problem.element_bytes, machine.link)
     candidates = rank_expert_schedules(problem, machine)
     description = question.description or (candidates[0] if pick.description.is_sequential else pick).description
     schedule = make_expert_schedule(problem, description)

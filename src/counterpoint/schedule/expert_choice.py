@@ -1,13 +1,14 @@
 """Chooses how experts' rows are exchanged: by the library, or by copies, and in how many groups of experts.
 
-A table gives the choice of a call, by the bytes of the busiest pair of ranks: sizes change from call to call, and a look-up
-takes microseconds. All ranks know all sizes, so they agree without communication. `rank_expert_schedules` estimates
-schedules instead, which takes milliseconds.
+Tables give the choice of a call by its size, because sizes change from call to call, and a look-up takes microseconds. All
+ranks know all sizes, so they agree without communication. `rank_expert_schedules` estimates schedules instead, which takes
+milliseconds.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from counterpoint.links import Link
 from counterpoint.machine import Machine
 from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.expert_estimate import estimate_experts
@@ -20,71 +21,83 @@ from counterpoint.value import Value
 ESTIMATED_GROUPS = (1, 2, 4, 8)
 
 
-class ExchangeSize(Value, frozen=True, kw_only=True):
-    """The choice from `least_pair_bytes` on, between the two ranks that exchange most: experts in `num_groups` groups;
-    0: the library exchanges the rows. `status` says whether it was measured or assumed.
+class CallSize(NamedTuple):
+    """How much the ranks of a call exchange. `pair_bytes`: the most that one rank sends to another. `port_bytes`: the most
+    that one rank sends to, or receives from, all others. With two ranks both are equal.
+
+    Copies take as long as the busiest rank's port needs, and what the host does for them grows with the number of peers.
+    So the port's bytes count where the GPU sets the time, and the pair's where the host does.
     """
 
-    least_pair_bytes: int
+    pair_bytes: int
+    port_bytes: int
+
+
+class ExchangeSize(Value, frozen=True, kw_only=True):
+    """The choice from `least_bytes` on: experts in `num_groups` groups; 0: the library exchanges the rows. `status` says
+    whether it was measured or assumed.
+    """
+
+    least_bytes: int
     num_groups: int
     status: Literal["measured", "assumed"]
     source: str
 
 
 MEASURED = "benchmarks/results/experts_2x_h200.json, 2026-11-23"
-# By size; the last one that applies counts. Measured with 2 ranks only.
+# By the bytes of the busiest pair; the last one that applies counts. Measured with 2 ranks only.
 EXCHANGE_SIZES = (
     ExchangeSize(
-        least_pair_bytes=0,
+        least_bytes=0,
         num_groups=0,
         status="measured",
         source=f"the library was faster than copies, or within their spread ({MEASURED})",
     ),
     ExchangeSize(
-        least_pair_bytes=64 * MIB,
+        least_bytes=64 * MIB,
         num_groups=1,
         status="measured",
         source=f"each further group cost the host more time than it hid ({MEASURED})",
     ),
     ExchangeSize(
-        least_pair_bytes=160 * MIB,
+        least_bytes=160 * MIB,
         num_groups=4,
         status="measured",
         source=f"several groups gained ({MEASURED})",
     ),
 )
 MEASURED_FORWARD = "benchmarks/results/experts_2x_h200_numbered.json, 2026-11-27"
-# The same for calls without gradients. Backward has twice the matmuls and the host three times the work of a group, so
-# that there more groups take longer where the host is the limit; forward alone gains.
+# Calls without gradients, by the bytes of the busiest port. Backward has twice the matmuls and the host three times the work
+# of a group, so that there more groups take longer where the host is the limit; forward alone gains.
 FORWARD_SIZES = (
     ExchangeSize(
-        least_pair_bytes=0,
+        least_bytes=0,
         num_groups=0,
         status="assumed",
         source="as calls with gradients",
     ),
     ExchangeSize(
-        least_pair_bytes=16 * MIB,
+        least_bytes=16 * MIB,
         num_groups=1,
         status="measured",
         source=f"copies return results faster; further groups cost the host more time than they hide ({MEASURED_FORWARD})",
     ),
     ExchangeSize(
-        least_pair_bytes=40 * MIB,
+        least_bytes=40 * MIB,
         num_groups=2,
         status="measured",
         source=f"two groups gained ({MEASURED_FORWARD})",
     ),
     ExchangeSize(
-        least_pair_bytes=64 * MIB,
+        least_bytes=64 * MIB,
         num_groups=4,
         status="measured",
         source=f"four groups gained where a group has several experts, two elsewhere ({MEASURED_FORWARD})",
     ),
 )
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
-# A kernel sends the tokens of some forward calls before the host knows their counts. The limits are bytes between the two
-# ranks that exchange most, measured with 2 ranks. Below the first limit it sends all tokens at once
+# A kernel sends the tokens of some forward calls before the host knows their counts. The limits are bytes of the busiest
+# port, measured with 2 ranks. Below the first limit it sends all tokens at once
 # (benchmarks/results/experts_2x_h100_ahead.json). From the second one on, calls in several groups send them in two parts:
 # the rest beside the matmul of the first rows (experts_2x_h200_two_parts.json). Larger calls send the first rows only, if
 # there are more than two groups: their matmul hides what the host does then, and the other groups' copies
@@ -110,33 +123,33 @@ class ExchangeChoice(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def size_for(pair_bytes: int, sizes: Sequence[ExchangeSize] = EXCHANGE_SIZES) -> ExchangeSize:
-    """Return the table's row for this many bytes between the two ranks that exchange most."""
-    return [each for each in sizes if each.least_pair_bytes <= pair_bytes][-1]
+def size_for(num_bytes: int, sizes: Sequence[ExchangeSize] = EXCHANGE_SIZES) -> ExchangeSize:
+    """Return the table's row for this many bytes: by default, of the busiest pair in calls with gradients."""
+    return [each for each in sizes if each.least_bytes <= num_bytes][-1]
 
 
-def num_groups_for(pair_bytes: int, num_experts: int, *, has_gradients: bool) -> int:
+def num_groups_for(size: CallSize, num_experts: int, *, has_gradients: bool) -> int:
     """Return in how many groups a rank's experts are computed; 0 if the library exchanges the rows."""
     if has_gradients:
-        return size_for(pair_bytes).num_groups
-    num_groups = size_for(pair_bytes, FORWARD_SIZES).num_groups
+        return size_for(size.pair_bytes).num_groups
+    num_groups = size_for(size.port_bytes, FORWARD_SIZES).num_groups
     return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
 
 
-def sent_ahead(pair_bytes: int, num_groups: int, share: float, *, has_beside: bool) -> Ahead:
-    """Return which tokens of calls like this one, with so many bytes between the two ranks that exchange most, are sent
-    before the host knows the counts. "parts": all, `first_share` of them before the rest; 0 if no kernel can send that
-    beside a matmul. `num_groups`: of experts, 1 if the first one cannot be given.
+def sent_ahead(size: CallSize, num_groups: int, share: float, *, has_beside: bool) -> Ahead:
+    """Return which tokens of calls of this size are sent before the host knows the counts. "parts": all, `first_share` of
+    them before the rest; 0 if no kernel can send that beside a matmul. `num_groups`: of experts, 1 if the first one cannot
+    be given.
     """
-    if has_beside and size_for(pair_bytes).num_groups:
+    if has_beside and size_for(size.pair_bytes).num_groups:
         return "nothing"
     has_parts = num_groups > 1 and share >= LEAST_FIRST_SHARE
-    if has_parts and PARTS_AHEAD_FROM_BYTES <= pair_bytes < FIRST_AHEAD_FROM_BYTES:
+    if has_parts and PARTS_AHEAD_FROM_BYTES <= size.port_bytes < FIRST_AHEAD_FROM_BYTES:
         return "parts"
     least_bytes = FIRST_AHEAD_FROM_BYTES if has_parts else FIRST_WITHOUT_PARTS_FROM_BYTES
-    if num_groups > MOST_GROUPS_OF_FEW and least_bytes <= pair_bytes < FIRST_AHEAD_BELOW_BYTES:
+    if num_groups > MOST_GROUPS_OF_FEW and least_bytes <= size.port_bytes < FIRST_AHEAD_BELOW_BYTES:
         return "first"
-    return "all" if pair_bytes < AHEAD_BELOW_BYTES else "nothing"
+    return "all" if size.port_bytes < AHEAD_BELOW_BYTES else "nothing"
 
 
 def first_share(num_columns: int, num_ranks: int) -> float:
@@ -146,8 +159,8 @@ def first_share(num_columns: int, num_ranks: int) -> float:
     return SPARE_FOR_SKEW * sent_s / (SPARE_FOR_SKEW * sent_s + multiplied_s)
 
 
-def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
-    """Choose how to exchange the rows of a routing, of `row_bytes` each; the same on every rank."""
+def pick_exchange(routing: Routing, row_bytes: int, link: Link) -> ExchangeChoice:
+    """Choose how to exchange the rows of a routing, of `row_bytes` each, over a machine's links."""
     if routing.num_ranks == 1:
         return ExchangeChoice(description=SEQUENTIAL, reason="a single rank exchanges no rows")
     pair_bytes = routing.most_rows * row_bytes
@@ -156,23 +169,29 @@ def pick_exchange(routing: Routing, row_bytes: int) -> ExchangeChoice:
         return ExchangeChoice(description=SEQUENTIAL, reason=obstacle)
     size = size_for(pair_bytes)
     return ExchangeChoice(
-        description=expert_description(routing.num_ranks, size.num_groups),
+        description=expert_description(size.num_groups, num_copy_streams_on(link, routing.num_ranks)),
         reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}, which is enough for copies "
         f"({size.status} with 2 ranks)",
     )
 
 
-def expert_description(num_ranks: int, num_groups: int) -> ScheduleDescription:
-    """Return the description that sends groups of experts' rows to all peers at once, each on its own stream if possible."""
-    streams = min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
+def expert_description(num_groups: int, num_copy_streams: int = 1) -> ScheduleDescription:
+    """Return the description that exchanges the rows of so many groups of each rank's experts."""
     return ScheduleDescription(
         pattern="all_peers",
         chunks=num_groups,
         along="experts",
         matmul="fused",
-        num_copy_streams=streams,
+        num_copy_streams=num_copy_streams,
         num_compute_streams=1,
     )
+
+
+def num_copy_streams_on(link: Link, num_ranks: int) -> int:
+    """Return on how many streams a rank copies to its peers: on one behind a switch, where several would send to one GPU at
+    a time and wait for each other, and on direct links on one for each peer, so that no wires are idle.
+    """
+    return 1 if link.topology == "switch" else min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
 
 
 def obstacle_to_exchange(pair_bytes: int) -> str:
@@ -180,7 +199,7 @@ def obstacle_to_exchange(pair_bytes: int) -> str:
     size = size_for(pair_bytes)
     if size.num_groups:
         return ""
-    least = min(each.least_pair_bytes for each in EXCHANGE_SIZES if each.num_groups)
+    least = min(each.least_bytes for each in EXCHANGE_SIZES if each.num_groups)
     faster = "faster" if size.status == "measured" else "assumed to be faster"
     return (
         f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}; below {format_bytes(least)} the library's "
@@ -193,7 +212,7 @@ def rank_expert_schedules(problem: ExpertProblem, machine: Machine) -> tuple[Ran
     """Return schedules of `ESTIMATED_GROUPS` groups with their estimated times, fastest first."""
     ranked = []
     for num_groups in ESTIMATED_GROUPS:
-        description = expert_description(problem.routing.num_ranks, num_groups)
+        description = expert_description(num_groups, num_copy_streams_on(machine.link, problem.routing.num_ranks))
         estimated = estimate_experts(make_expert_schedule(problem, description), problem, machine)
         ranked.append(RankedSchedule(description=description, estimated_us=estimated.makespan_us))
     return tuple(sorted(ranked, key=lambda each: each.estimated_us))

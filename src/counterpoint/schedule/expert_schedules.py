@@ -327,7 +327,7 @@ class _Layer:
         )
 
     def _copy_stream(self, sender: int, receiver: int) -> str:
-        """Return the copy stream for a peer, its own if possible, so that a large block does not delay other peers'."""
+        """Return the copy stream for a peer."""
         return f"copy {((sender - receiver) % len(self._layouts) - 1) % self._num_streams}"
 
     def _in_turns(self, lines: Sequence[Sequence[T]]) -> Iterator[tuple[ExpertLayout, T]]:

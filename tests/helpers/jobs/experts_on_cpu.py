@@ -255,7 +255,7 @@ def planned(experts: Experts, operation: ExpertOperation, direction: Pass, descr
     routing = Routing(counts=tuple(map(tuple, experts.counts)))
     sizes = {"num_inner": DIM, "num_hidden": HIDDEN, "is_gated": False, "element_bytes": 8, "direction": direction}
     asked = ExpertProblem(operation=operation, routing=routing, **sizes)
-    made = make_expert_schedule(asked, expert_description(experts.size, description.chunks))
+    made = make_expert_schedule(asked, expert_description(description.chunks))
     check_schedule(made)
     names = []
     for action in (made.actions[position] for position in made.of_rank(experts.rank)):
