@@ -149,7 +149,7 @@ def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_
     rows.format.num_bytes = 8
     group = Group(2, copies.NUM_FLAGS, 1)
     outbox = outbox_of(copies, Exchange(group, 0), rows, torch.zeros(1, WIDTH), were_ready=were_ready)
-    outbox.send(1, 0, (np.array([0]), np.array([0]), np.array([1])))
+    outbox.send(0, {1: (np.array([0]), np.array([0]), np.array([1]))})
     (waited,) = copies.cu.cuStreamWaitEvent.call_args_list
     assert waited.args[1] == ("counted" if were_ready else "ready")
     assert copies.cu.cuEventRecord.called != were_ready
@@ -179,7 +179,8 @@ def test_rows_reach_their_experts_and_come_back(
         sorting = exchanges.Sorting(layout, torch.from_numpy(counts.reshape(num_ranks, -1)))
         rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
         ranks.append((Exchange(group, rank), rows, torch.randn(layout.num_tokens, WIDTH)))
-    for _ in range(2):
+    for joined_bytes in (0, 1 << 20):  # a request for each peer, and one for all
+        monkeypatch.setattr(importlib.import_module("counterpoint.ops.block_copies"), "MOST_JOINED_BYTES", joined_bytes)
         group.number += 1
         sent = [
             copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
@@ -414,6 +415,7 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
     kernels.Sending = kernels.FirstExperts = MagicMock()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
+    block_copies = importlib.import_module("counterpoint.ops.block_copies")
     for seed in range(120):
         chance = random.Random(seed)
         streams = Streams(num_ranks, is_one_queue=is_one_queue)
@@ -431,6 +433,7 @@ def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
             for source, target in itertools.permutations(range(num_ranks), 2):  # ranks have different numbers of groups
                 counts[source, target] = [chance.choice((0, 0, 1, 2)) for _ in range(3)]
             firsts = [chance.randint(1, 3) for _ in range(num_ranks)] if has_firsts else ()
+            monkeypatch.setattr(block_copies, "MOST_JOINED_BYTES", chance.choice((0, 1 << 20)))
             for each in ranks:
                 layout = layouts.ExpertLayout(counts, each.rank, max(num_groups, 1 + has_firsts), firsts=firsts)
                 layout.num_sent_parts = num_sent_parts

@@ -5,17 +5,21 @@ costs the host more than the copies cost the GPU, so this module calls the drive
 """
 
 import ctypes
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
 
+import numpy as np
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import Handle
 from counterpoint.ops.allocations import LIBRARY
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.schedule.expert_layout import Counts
+from counterpoint.units import MIB
 
 SYMBOL = "cuMemcpyBatchAsync_v2"  # from CUDA 13.0 on
 LEAST_BATCH = 4  # most blocks copied by one driver call
+MOST_JOINED_BYTES = 16 * MIB  # chosen, not measured
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 ARGUMENTS = (POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER)
 
@@ -26,6 +30,17 @@ class BlockAddresses(NamedTuple):
     targets: Counts
     sources: Counts
     num_bytes: Counts
+
+
+def requests(blocks: Mapping[int, BlockAddresses]) -> Iterator[tuple[tuple[int, ...], BlockAddresses]]:
+    """Yield what to request at once, with the peers concerned, of these blocks by peer: all if they are small, because a
+    request takes the host as long as their copies; otherwise one peer's after the other's.
+    """
+    if len(blocks) > 1 and sum(int(each.num_bytes.sum()) for each in blocks.values()) < MOST_JOINED_BYTES:
+        joined = map(np.concatenate, zip(*blocks.values(), strict=True))
+        yield tuple(blocks), BlockAddresses(*joined)
+    else:
+        yield from (((peer,), each) for peer, each in blocks.items())
 
 
 @final

@@ -13,7 +13,7 @@ places: when a rank writes to one again, all others have begun the exchange betw
 share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, final
 
 import numpy as np
@@ -25,7 +25,7 @@ from counterpoint.cuda.block_sums import has_triton
 from counterpoint.cuda.driver import check
 from counterpoint.errors import OperatorError
 from counterpoint.ops.agreement import Agreement
-from counterpoint.ops.block_copies import BlockAddresses
+from counterpoint.ops.block_copies import BlockAddresses, requests
 from counterpoint.ops.call_order import WATCH_PRIORITY, CallOrder
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import (
@@ -344,22 +344,25 @@ class Outbox:
         if self._has_sent:
             exchange.streams.follow(SENDING, self._ready)
 
-    def send(self, peer: int, number: int, blocks: tuple[Counts, Counts, Counts]) -> None:
-        """Copy blocks of the ready rows. `blocks` are the first rows there, the first rows in the peer's region, and the
-        numbers of rows.
+    def send(self, number: int, blocks: Mapping[int, tuple[Counts, Counts, Counts]]) -> None:
+        """Copy blocks of the ready rows to peers, as the piece of that number. `blocks`, by peer, are the first rows there,
+        the first rows in the peer's region, and the numbers of rows.
         """
-        exchange, size, handle = self._exchange, self._row_bytes, self._exchange.streams.named(SENDING)
+        exchange, size, source = self._exchange, self._row_bytes, self._sources[-1].data_ptr()
+        handle = exchange.streams.named(SENDING)
         if not self._has_sent:
             exchange.streams.follow(SENDING, self._ready)
             if exchange.awaits_peers:
                 exchange.signals.wait(BEGUN, exchange.peers, handle)
             self._has_sent = True
-        target, source = exchange.address(self.region, peer), self._sources[-1].data_ptr()
-        first, placed, num_rows = blocks
-        copied = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
-        exchange.blocks.copy(copied, handle)
-        exchange.signals.raise_to(arrived_flag(self.region, number), (peer,), handle)
-        self.num_bytes += int(copied.num_bytes.sum())
+        addresses = {}
+        for peer, (first, placed, num_rows) in blocks.items():
+            target = exchange.address(self.region, peer)
+            addresses[peer] = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
+        for peers, copied in requests(addresses):
+            exchange.blocks.copy(copied, handle)
+            exchange.signals.raise_to(arrived_flag(self.region, number), peers, handle)
+            self.num_bytes += int(copied.num_bytes.sum())
 
     def join(self) -> None:
         """Let the current stream wait until all is sent."""
@@ -421,8 +424,10 @@ class CopyDispatch(AbstractDispatch):
 
     def _send(self, first: int, last: int | None) -> None:
         layout = self._rows.layout
-        for peer, number in layout.outgoing(first, last):
-            self._outbox.send(peer, number, layout.block_arrays(layout.rank, peer, number))
+        for number in layout.numbers(first, last):
+            blocks = {peer: layout.block_arrays(layout.rank, peer, number) for peer in layout.receivers(number)}
+            if blocks:
+                self._outbox.send(number, blocks)
 
     def _put_own(self, source: torch.Tensor) -> None:
         if not self._rows.layout.num_own:

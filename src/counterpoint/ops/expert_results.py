@@ -4,6 +4,7 @@ torch's grouped matmul allocates its result by itself, so torch's allocator lend
 that was not lent its place is copied there.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
@@ -12,7 +13,7 @@ from cuda.bindings import driver as cu
 
 from counterpoint.cuda.block_sums import has_triton
 from counterpoint.cuda.driver import check
-from counterpoint.ops.block_copies import BlockAddresses, BlockCopies
+from counterpoint.ops.block_copies import BlockAddresses, BlockCopies, requests
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.expert_exchange import AbstractCombine, ExpertRegion, Rows
 from counterpoint.ops.expert_memory import can_be_lent, result_starts
@@ -97,18 +98,26 @@ class CopyCombine(AbstractCombine):
 
     def _fetch(self, first: int, last: int | None = None) -> None:
         """Fetch the results of groups `first` to `last` - 1 of every peer when they are announced."""
+        layout = self._rows.layout
+        for number in layout.numbers(first, last):
+            if peers := layout.receivers(number):
+                self._fetch_group(number, peers)
+
+    def _fetch_group(self, number: int, peers: Sequence[int]) -> None:
         shared, layout, size = self._shared, self._rows.layout, self._rows.format.num_bytes
-        for peer, number in layout.outgoing(first, last):
-            if not self._has_fetched:
-                shared.streams.follow(FETCHING, shared.prepared)
-                self._has_fetched = True
-            assert self._memory is not None, "there are rows"
+        handle = shared.streams.named(FETCHING)
+        if not self._has_fetched:
+            shared.streams.follow(FETCHING, shared.prepared)
+            self._has_fetched = True
+        assert self._memory is not None, "there are rows"
+        blocks, target = {}, self._results.data_ptr()
+        for peer in peers:
             sent, placed, num_rows = layout.block_arrays(layout.rank, peer, number)
             start = self._starts[peer][number] - layout.ranges[peer][number].rows.start * size
-            source, target = self._memory.addresses[peer] + start, self._results.data_ptr()
-            copied = BlockAddresses(sent * size + target, placed * size + source, num_rows * size)
-            handle = shared.streams.named(FETCHING)
-            shared.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), (peer,), handle)
+            source = self._memory.addresses[peer] + start
+            blocks[peer] = BlockAddresses(sent * size + target, placed * size + source, num_rows * size)
+        for announced, copied in requests(blocks):
+            shared.signals.wait(arrived_flag(ExpertRegion.COMBINE, number), announced, handle)
             shared.blocks.copy(copied, handle)
 
     def results(self) -> torch.Tensor:

@@ -183,10 +183,17 @@ class ExpertLayout:
         """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first; or only
         those of groups `first` to `last` - 1.
         """
-        for number in range(max(map(len, self.ranges)))[first:last]:
-            for peer in self.peers():
-                if number < len(self.ranges[peer]) and self.has_rows(self.rank, peer, number):
-                    yield peer, number
+        for number in self.numbers(first, last):
+            for peer in self.receivers(number):
+                yield peer, number
+
+    def numbers(self, first: int = 0, last: int | None = None) -> range:
+        """Return the numbers of the groups of any rank, from `first` to `last` - 1."""
+        return range(max(map(len, self.ranges)))[first:last]
+
+    def receivers(self, number: int) -> list[int]:
+        """Return the other ranks that this rank has rows for in the group of that number."""
+        return [peer for peer in self.peers() if number < len(self.ranges[peer]) and self.has_rows(self.rank, peer, number)]
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
         """Return whether a source has rows for a group of a destination's experts."""
