@@ -31,8 +31,9 @@ from benchmarks.ops_timing import time_interleaved
 from counterpoint import ops
 from counterpoint.ops.expert_exchange import ExpertRegion, RowFormat
 from counterpoint.ops.expert_passes import Pass
-from counterpoint.ops.expert_routing import pick_pieces, size_of
+from counterpoint.ops.expert_routing import pick_pieces
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.expert_choice import size_of
 
 PIECES = (1, 2, 4)
 OURS = ("ours", "library", "copies")

@@ -212,6 +212,24 @@ def test_rows_reach_their_experts_and_come_back(
             each.join()
 
 
+def test_results_of_ranks_with_far_more_rows_are_fetched_behind_others(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("counterpoint.ops.block_copies"), "MOST_JOINED_BYTES", 0)
+    exchanges = importlib.import_module("counterpoint.ops.expert_exchange")
+    layouts = importlib.import_module("counterpoint.schedule.expert_layout")
+    for most, order in ((3, [1, 0, 3]), (4, [1, 0, 3]), (5, [1, 3, 0])):
+        counts = np.full((4, 4, 2), 3)
+        counts[:, 0] = most
+        layout = layouts.ExpertLayout(counts, 2, 1)
+        sorting = exchanges.Sorting(layout, torch.from_numpy(counts.reshape(4, -1)))
+        rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), sorting)
+        exchange = Exchange(Group(4, copies.NUM_FLAGS, int(counts.sum())), 2)
+        asked: list[int] = []
+        monkeypatch.setattr(exchange, "wait", lambda _flag, peers, _stream, asked=asked: asked.extend(peers))
+        monkeypatch.setattr(exchange, "copy", lambda *_: None)
+        combine_of(copies, exchange, rows)._fetch(0)
+        assert asked == order, f"rank 0 has {most / 3:.2f} times the rows of others"
+
+
 @pytest.mark.parametrize("sent_first", [(0, False), *itertools.product((1, 4, 1000), (False, True))], ids=str)
 @pytest.mark.parametrize("is_large", [False, True], ids=["room for all", "room for some ranks"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

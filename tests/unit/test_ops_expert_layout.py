@@ -169,7 +169,7 @@ def test_rows_of_a_group_are_those_of_its_experts_in_either_memory(
 def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, pieces: int, forward_pieces: int) -> None:
     row_bytes = MIB // 2
     pairs = [[500, num_bytes // row_bytes], [0, 900]]  # own rows do not count
-    size = expert_routing.size_of(pairs, row_bytes)
+    size = expert_choice.size_of(pairs, row_bytes)
     assert size == (num_bytes, num_bytes), "two ranks have one pair each way"
     pick = expert_routing.pick_pieces
     assert pick(size, None, 64, has_gradients=True) == pieces
@@ -190,15 +190,20 @@ def test_the_busiest_pair_of_ranks_picks_copies_and_pieces(num_bytes: int, piece
 def test_the_size_of_a_call_is_that_of_the_busiest_pair_and_the_busiest_port(
     pairs: list[list[int]], size: tuple[int, int]
 ) -> None:
-    assert expert_routing.size_of(pairs, 10) == tuple(10 * each for each in size)
+    assert expert_choice.size_of(pairs, 10) == tuple(10 * each for each in size)
 
 
-def test_the_port_decides_in_forward_and_the_pair_where_the_host_sets_the_time() -> None:
-    size = expert_choice.CallSize(pair_bytes=22 * MIB, port_bytes=66 * MIB)  # four ranks, balanced
-    assert expert_routing.pick_pieces(size, None, 32, has_gradients=False) == 4
-    assert expert_routing.pick_pieces(size, None, 32, has_gradients=True) == 0
-    assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=False) == "parts"
-    assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=True) == "parts", "copies are not for so small pairs"
+@pytest.mark.parametrize(
+    ("pair_mib", "forward", "with_gradients", "ahead"),
+    [(11, 0, 0, "all"), (16, 1, 0, "all"), (24, 2, 0, "parts"), (38, 4, 1, "parts"), (120, 4, 4, "first")],
+)
+def test_between_four_ranks_the_mean_of_pair_and_port_gives_the_groups_and_the_port_what_goes_ahead(
+    pair_mib: int, forward: int, with_gradients: int, ahead: str
+) -> None:
+    size = expert_choice.CallSize(pair_bytes=pair_mib * MIB, port_bytes=3 * pair_mib * MIB)
+    assert expert_routing.pick_pieces(size, None, 32, has_gradients=False) == forward
+    assert expert_routing.pick_pieces(size, None, 32, has_gradients=True) == with_gradients
+    assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=False) == ahead
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from counterpoint.ops.signals import NumberedSignals
 from counterpoint.ops.symmetric import LENT_MULTIPLE, SymmetricMemory, SymmetricPool
 
 ANNOUNCED = "announced"  # the stream on which results are announced
+LATE = 1.25  # rows of a rank as a multiple of the mean, from which on its results are fetched behind others'; simulated
 
 
 @final
@@ -77,6 +78,8 @@ class CopyCombine(AbstractCombine):
         self._is_lent = self._memory is not None and self._memory.is_lent_here() and can_be_lent(layout.groups, size)
         self._added: dict[int, torch.Tensor] = {}  # by group
         self._has_fetched = False
+        num_rows = layout.grouped_rows
+        self._is_late = [number * layout.num_ranks > LATE * sum(num_rows) for number in num_rows]  # by rank
         self.num_sent_bytes = (layout.num_rows - layout.num_own) * size
 
     def memory(self) -> AbstractContextManager[None]:
@@ -101,7 +104,7 @@ class CopyCombine(AbstractCombine):
         layout = self._rows.layout
         for number in layout.numbers(first, last):
             if peers := layout.receivers(number):
-                self._fetch_group(number, peers)
+                self._fetch_group(number, sorted(peers, key=self._is_late.__getitem__))
 
     def _fetch_group(self, number: int, peers: Sequence[int]) -> None:
         shared, layout, size = self._shared, self._rows.layout, self._rows.format.num_bytes

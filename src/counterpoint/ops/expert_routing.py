@@ -25,7 +25,7 @@ from counterpoint.ops.grouped_matmul import ExpertRows
 from counterpoint.ops.operator_call import calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
-from counterpoint.schedule.expert_choice import CallSize, first_share, num_groups_for, sent_ahead, size_for
+from counterpoint.schedule.expert_choice import CallSize, first_share, num_groups_for, sent_ahead, size_for, size_of
 from counterpoint.schedule.expert_layout import Counts, ExpertLayout, ExpertRange, Pairs, num_parts_of, pair_rows
 
 NO_MEMORY = "a rank has no symmetric memory left for copies"
@@ -93,7 +93,7 @@ class ExpertRouting:
     @property
     def is_small(self) -> bool:
         """Whether so few tokens arrive that keeping them for backward costs less than sending them again."""
-        return not size_for(self.size.pair_bytes).num_groups
+        return not size_for(self.size).num_groups
 
     def rows(self, rows: RowFormat) -> Rows:
         """Return the rows of this call in this format."""
@@ -377,14 +377,6 @@ def require_experts_schedule(schedule: object) -> None:
             f"Experts take the pattern all_peers along experts, or sequential; found {schedule.pattern} along "
             f'{schedule.along}. Take ScheduleDescription(pattern="all_peers", along="experts", chunks={schedule.chunks}).'
         )
-
-
-def size_of(pairs: Pairs, row_bytes: int) -> CallSize:
-    """Return the size of a call with these rows of each pair of ranks: `pairs[source][destination]`."""
-    sent = [sum(row) - row[rank] for rank, row in enumerate(pairs)]
-    received = [sum(column) - column[rank] for rank, column in enumerate(zip(*pairs, strict=True))]
-    of_pair = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
-    return CallSize(of_pair * row_bytes, max(*sent, *received) * row_bytes)
 
 
 def pick_pieces(size: CallSize, schedule: ScheduleDescription | None, num_experts: int, *, has_gradients: bool) -> int:

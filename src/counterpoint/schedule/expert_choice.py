@@ -5,6 +5,7 @@ ranks know all sizes, so they agree without communication. `rank_expert_schedule
 milliseconds.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -24,13 +25,26 @@ ESTIMATED_GROUPS = (1, 2, 4, 8)
 class CallSize(NamedTuple):
     """How much the ranks of a call exchange. `pair_bytes`: the most that one rank sends to another. `port_bytes`: the most
     that one rank sends to, or receives from, all others. With two ranks both are equal.
-
-    Copies take as long as the busiest rank's port needs, and what the host does for them grows with the number of peers.
-    So the port's bytes count where the GPU sets the time, and the pair's where the host does.
     """
 
     pair_bytes: int
     port_bytes: int
+
+    @property
+    def middle_bytes(self) -> int:
+        """The geometric mean of both, by which tables choose the number of groups. Copies take as long as the busiest port
+        needs. What a group costs the host grows with the number of peers, but less than in proportion. Of the choices that
+        two ranks need, four H200s needed those of this mean (experts_4x_h200.json).
+        """
+        return math.isqrt(self.pair_bytes * self.port_bytes)
+
+
+def size_of(pairs: Sequence[Sequence[int]], row_bytes: int) -> CallSize:
+    """Return the size of a call with these rows of each pair of ranks: `pairs[source][destination]`."""
+    sent = [sum(row) - row[rank] for rank, row in enumerate(pairs)]
+    received = [sum(column) - column[rank] for rank, column in enumerate(zip(*pairs, strict=True))]
+    of_pair = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
+    return CallSize(of_pair * row_bytes, max(*sent, *received) * row_bytes)
 
 
 class ExchangeSize(Value, frozen=True, kw_only=True):
@@ -45,7 +59,7 @@ class ExchangeSize(Value, frozen=True, kw_only=True):
 
 
 MEASURED = "benchmarks/results/experts_2x_h200.json, 2026-11-23"
-# By the bytes of the busiest pair; the last one that applies counts. Measured with 2 ranks only.
+# By `middle_bytes`; the last one that applies counts. Measured with 2 ranks.
 EXCHANGE_SIZES = (
     ExchangeSize(
         least_bytes=0,
@@ -67,8 +81,8 @@ EXCHANGE_SIZES = (
     ),
 )
 MEASURED_FORWARD = "benchmarks/results/experts_2x_h200_numbered.json, 2026-11-27"
-# Calls without gradients, by the bytes of the busiest port. Backward has twice the matmuls and the host three times the work
-# of a group, so that there more groups take longer where the host is the limit; forward alone gains.
+# The same for calls without gradients. Backward has twice the matmuls and the host three times the work of a group, so that
+# there more groups take longer where the host is the limit; forward alone gains.
 FORWARD_SIZES = (
     ExchangeSize(
         least_bytes=0,
@@ -95,6 +109,9 @@ FORWARD_SIZES = (
         source=f"four groups gained where a group has several experts, two elsewhere ({MEASURED_FORWARD})",
     ),
 )
+# Of calls without gradients: one group of 11 MiB for each pair took 8 % longer than the library on 4 H200s, as its port has
+# three times as much. With two ranks the table says the same.
+LEAST_PAIR_BYTES = 16 * MIB
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
 # A kernel sends the tokens of some forward calls before the host knows their counts. The limits are bytes of the busiest
 # port, measured with 2 ranks. Below the first limit it sends all tokens at once
@@ -123,16 +140,18 @@ class ExchangeChoice(Value, frozen=True, kw_only=True):
     reason: str
 
 
-def size_for(num_bytes: int, sizes: Sequence[ExchangeSize] = EXCHANGE_SIZES) -> ExchangeSize:
-    """Return the table's row for this many bytes: by default, of the busiest pair in calls with gradients."""
-    return [each for each in sizes if each.least_bytes <= num_bytes][-1]
+def size_for(size: CallSize, sizes: Sequence[ExchangeSize] = EXCHANGE_SIZES) -> ExchangeSize:
+    """Return the table's row for calls of this size; by default, of calls with gradients."""
+    return [each for each in sizes if each.least_bytes <= size.middle_bytes][-1]
 
 
 def num_groups_for(size: CallSize, num_experts: int, *, has_gradients: bool) -> int:
     """Return in how many groups a rank's experts are computed; 0 if the library exchanges the rows."""
     if has_gradients:
-        return size_for(size.pair_bytes).num_groups
-    num_groups = size_for(size.port_bytes, FORWARD_SIZES).num_groups
+        return size_for(size).num_groups
+    if size.pair_bytes < LEAST_PAIR_BYTES:
+        return 0
+    num_groups = size_for(size, FORWARD_SIZES).num_groups
     return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
 
 
@@ -141,7 +160,7 @@ def sent_ahead(size: CallSize, num_groups: int, share: float, *, has_beside: boo
     them before the rest; 0 if no kernel can send that beside a matmul. `num_groups`: of experts, 1 if the first one cannot
     be given.
     """
-    if has_beside and size_for(size.pair_bytes).num_groups:
+    if has_beside and size_for(size).num_groups:
         return "nothing"
     has_parts = num_groups > 1 and share >= LEAST_FIRST_SHARE
     if has_parts and PARTS_AHEAD_FROM_BYTES <= size.port_bytes < FIRST_AHEAD_FROM_BYTES:
@@ -163,15 +182,24 @@ def pick_exchange(routing: Routing, row_bytes: int, link: Link) -> ExchangeChoic
     """Choose how to exchange the rows of a routing, of `row_bytes` each, over a machine's links."""
     if routing.num_ranks == 1:
         return ExchangeChoice(description=SEQUENTIAL, reason="a single rank exchanges no rows")
-    pair_bytes = routing.most_rows * row_bytes
-    obstacle = obstacle_to_exchange(pair_bytes)
+    size = size_of(routing.pairs, row_bytes)
+    obstacle = obstacle_to_exchange(size)
     if obstacle:
         return ExchangeChoice(description=SEQUENTIAL, reason=obstacle)
-    size = size_for(pair_bytes)
+    row = size_for(size)
     return ExchangeChoice(
-        description=expert_description(size.num_groups, num_copy_streams_on(link, routing.num_ranks)),
-        reason=f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}, which is enough for copies "
-        f"({size.status} with 2 ranks)",
+        description=expert_description(row.num_groups, num_copy_streams_on(link, routing.num_ranks)),
+        reason=f"{_words(size)}, which is enough for copies ({row.status} with 2 ranks)",
+    )
+
+
+def _words(size: CallSize) -> str:
+    words = f"the busiest pair of ranks exchanges {format_bytes(size.pair_bytes)}"
+    if size.port_bytes == size.pair_bytes:
+        return words
+    return (
+        f"{words} and the busiest rank {format_bytes(size.port_bytes)}, {format_bytes(size.middle_bytes)} in the geometric "
+        "mean"
     )
 
 
@@ -194,17 +222,17 @@ def num_copy_streams_on(link: Link, num_ranks: int) -> int:
     return 1 if link.topology == "switch" else min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
 
 
-def obstacle_to_exchange(pair_bytes: int) -> str:
-    """Return why copies are not used for this many bytes between the two ranks that exchange most, or nothing."""
-    size = size_for(pair_bytes)
-    if size.num_groups:
+def obstacle_to_exchange(size: CallSize) -> str:
+    """Return why copies are not used for a call with gradients of this size, or nothing."""
+    row = size_for(size)
+    if row.num_groups:
         return ""
     least = min(each.least_bytes for each in EXCHANGE_SIZES if each.num_groups)
-    faster = "faster" if size.status == "measured" else "assumed to be faster"
+    faster = "faster" if row.status == "measured" else "assumed to be faster"
     return (
-        f"the busiest pair of ranks exchanges {format_bytes(pair_bytes)}; below {format_bytes(least)} the library's "
-        f"all-to-all is {faster} than copies (in forward, `ops.expert_ffn` may still gain: a kernel sends the tokens before "
-        "the host knows the counts, which is not simulated)"
+        f"{_words(size)}; below {format_bytes(least)} the library's all-to-all is {faster} than copies (in forward, "
+        "`ops.expert_ffn` may still gain: a kernel sends the tokens before the host knows the counts, which is not "
+        "simulated)"
     )
 
 

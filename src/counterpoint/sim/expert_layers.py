@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from counterpoint.schedule.expert_choice import obstacle_to_exchange, size_for
+from counterpoint.schedule.expert_choice import CallSize, obstacle_to_exchange, size_for
 from counterpoint.schedule.expert_layout import num_parts_of
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
@@ -120,15 +120,18 @@ class ExpertModel:
             return self.layers.obstacles.get(index, "it brings no tokens to experts")
         collective = self._step.collective(index)
         assert collective.parts is not None, "with parts"
-        size = size_for(collective.parts.most_crossing_bytes)
-        if not size.num_groups:
-            return obstacle_to_exchange(collective.parts.most_crossing_bytes)
+        parts = collective.parts
+        size = CallSize(parts.most_crossing_bytes, max(parts.leaving_bytes, parts.arriving_bytes))
+        if obstacle := obstacle_to_exchange(size):
+            return obstacle
         middle = -(-len(layer.matmuls) // 2)
         is_combine = index == layer.combine
         matmuls = layer.matmuls[middle:] if is_combine else layer.matmuls[:middle]
         return ExpertExchange(
             pair=MatmulPair(collective=index, matmuls=matmuls or layer.matmuls, follower=self._follower(layer, matmuls)),
-            exposed_us=max(self._least_us, self._exposed_us(layer, collective, size.num_groups, is_combine=is_combine)),
+            exposed_us=max(
+                self._least_us, self._exposed_us(layer, collective, size_for(size).num_groups, is_combine=is_combine)
+            ),
             is_combine=is_combine,
         )
 
