@@ -365,6 +365,7 @@ class ReservedMemory:
     """Stands for a symmetric allocation. `most`: how many there can be; with one more, all ranks refuse."""
 
     is_expired: Callable[[], bool] = lambda: True  # whether the memory before is free
+    can_end = staticmethod(lambda: True)
 
     def __init__(self, num_bytes: int, *_: object, is_lent: bool = False) -> None:
         assert ReservedMemory.is_expired(), "there is more memory before the former is free"

@@ -36,6 +36,8 @@ EQUAL, AT_LEAST, FLUSH = 1, 0, 1 << 30
 class Memory:
     """Stands for a symmetric allocation."""
 
+    can_end = staticmethod(lambda: True)
+
     def __init__(self, num_bytes: int, *_: object, **__: object) -> None:
         self.local, self.addresses = torch.empty(num_bytes, dtype=torch.uint8), [0, 0]
 
@@ -237,7 +239,8 @@ class Allocator:
     """Stands for torch's caching allocator, where a pool of the job's own may go before an inner one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, has_pool_of_job: bool) -> None:
-        self.stream, self._pools = 7, [(3, 0)] if has_pool_of_job else []
+        self.stream, self._pools = 7, list[tuple[int, int]]()
+        self.enter_job_pool(has_pool_of_job)
         self._empty, self.allocated, self.segments = torch.empty, list[Any](), list[Any]()
         monkeypatch.setattr(Pool, "num_made", 0)
         monkeypatch.setattr(torch.cuda, "MemPool", Pool)
@@ -252,10 +255,14 @@ class Allocator:
         }.items():
             monkeypatch.setattr(torch._C, name, act, raising=False)
 
+    def enter_job_pool(self, is_current: bool) -> None:
+        self._pools[:] = [(3, 0)] * is_current
+
     def empty(self, *size: Any, **options: Any) -> Any:
         made = self._empty(*size, **options)
-        pool = next(iter(self._pools), (0, 0))
-        self.segments.insert(0, {"address": made.data_ptr(), "total_size": made.nbytes, "segment_pool_id": pool})
+        pool, address = next(iter(self._pools), (0, 0)), made.data_ptr()
+        self.segments[:] = [each for each in self.segments if each["address"] != address]  # memory that was free again
+        self.segments.insert(0, {"address": address, "total_size": made.nbytes, "segment_pool_id": pool})
         self.allocated.append(StorageWeakRef(made.untyped_storage()))
         return made
 
@@ -309,6 +316,31 @@ def test_memory_that_a_rank_lacks_is_freed_before_the_pool_that_lends_it(
         symmetric.SymmetricMemory(64, torch.device("cpu"), MagicMock(), SimpleNamespace(compare=refuse), is_lent=True)
     gc.collect()
     assert were_free == [True]
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_lent_memory_outlives_a_pool_of_the_job_that_is_current(
+    is_closed: bool, symmetric: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    symmetric.allocator, num_ended = Allocator(monkeypatch, has_pool_of_job=False), list[None]()
+    monkeypatch.setattr(Pool, "__del__", lambda _: num_ended.append(None), raising=False)
+    monkeypatch.setattr(symmetric, "refuse_in_capture", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    pool = symmetric.SymmetricPool(torch.device("cpu"), MagicMock(), MagicMock(), is_lent=True)
+    assert pool.replace(64, "A test", has_captured=False).is_lent_here()
+    symmetric.allocator.enter_job_pool(True)
+    if is_closed:
+        pool.close()
+    else:
+        assert not pool.replace(128, "A test", has_captured=False).is_lent_here()
+        assert pool.num_bytes() == 64 + 128
+    gc.collect()
+    assert not num_ended, "torch would end the process"
+    symmetric.allocator.enter_job_pool(False)
+    pool.close()
+    gc.collect()
+    assert len(num_ended) == 1
+    assert pool.num_bytes() == 0
 
 
 @pytest.mark.parametrize("has_captured", [False, True])

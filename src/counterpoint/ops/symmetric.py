@@ -6,7 +6,7 @@ writes it where other ranks can read it.
 
 import os
 from contextlib import AbstractContextManager
-from typing import final
+from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class SymmetricMemory:
         problem, local, self._device = "", None, device
         self.is_lent = is_lent and UNCACHED not in os.environ and torch.cuda.get_allocator_backend() == "native"
         self._stream = _current_stream(device)
+        self._lending: _Lending | None = None
         try:
             with torch.inference_mode(mode=False):  # later calls write to it in any mode
                 local = self._allocated(num_bytes)
@@ -74,14 +75,23 @@ class SymmetricMemory:
         """Return a context in which torch allocates from this memory, from its front on: tensors of more than a MiB, each
         rounded up to `LENT_MULTIPLE` bytes. See `is_lent_here`.
         """
+        assert self._lending is not None, "see is_lent_here"
         return self._lending
+
+    def can_end(self) -> bool:
+        """Return whether this may be freed now. Memory that was lent has a pool, and torch ends the process if a pool is
+        freed while another one is current.
+        """
+        return self._lending is None or not _has_pool_of_job(self._device)
 
 
 @final
 class SymmetricPool:
     """The symmetric memory of one transport or lane. Larger memory replaces smaller, which stays allocated if graphs
-    that a user captured write to it. `is_lent`: see `SymmetricMemory`.
+    that a user captured write to it, or if it cannot end now. `is_lent`: see `SymmetricMemory`.
     """
+
+    _ended: ClassVar[list[SymmetricMemory]] = []  # of closed pools, until torch can free it
 
     def __init__(
         self, device: torch.device, group: dist.ProcessGroup, agreement: Agreement, *, is_lent: bool = False
@@ -96,7 +106,8 @@ class SymmetricPool:
         """
         refuse_in_capture(what, self._device)
         torch.cuda.synchronize(self._device)
-        if has_captured and self.memory is not None:
+        self._free_ended()
+        if self.memory is not None and (has_captured or not self.memory.can_end()):
             self._retired.append(self.memory)
         self.memory = None
         self.memory = SymmetricMemory(num_bytes, self._device, self._group, self._agreement, is_lent=self._is_lent)
@@ -104,13 +115,21 @@ class SymmetricPool:
 
     def num_bytes(self) -> int:
         """Return the bytes held, including memory that only graphs use."""
-        held = [*self._retired, *([self.memory] if self.memory else [])]
-        return sum(int(memory.local.numel()) for memory in held)
+        return sum(int(memory.local.numel()) for memory in self._held())
+
+    def _held(self) -> list[SymmetricMemory]:
+        return [*self._retired, *([self.memory] if self.memory else [])]
 
     def close(self) -> None:
-        """Free all memory."""
+        """Free all memory, or as soon as torch can free it."""
+        self._ended.extend(self._held())
         self.memory = None
         self._retired.clear()
+        self._free_ended()
+
+    def _free_ended(self) -> None:
+        if all(memory.can_end() for memory in self._ended):
+            self._ended.clear()
 
 
 def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor:
