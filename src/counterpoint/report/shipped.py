@@ -8,7 +8,7 @@ from rich.text import Text
 
 from counterpoint.cuda.probing import Probed
 from counterpoint.errors import MachineError
-from counterpoint.footprints import collectives_of
+from counterpoint.footprints import known_on
 from counterpoint.machine import Gpu, Machine
 from counterpoint.report.text import new_table
 from counterpoint.units import format_bytes, format_count, format_rate
@@ -91,7 +91,7 @@ def _print_collectives(console: Console, gpu: Gpu) -> None:
     """Print the launch that is assumed for a collective that states none, and whether it was measured."""
     console.print()
     try:
-        known = collectives_of(gpu)
+        known = known_on(gpu, "nccl")
     except MachineError as problem:
         console.print(f"A collective must state its launch. {problem}")
         return
