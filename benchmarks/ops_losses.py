@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from cuda.bindings import driver as cu
 
 from benchmarks.on_gpus import join, largest, log, run_and_leave, save
-from benchmarks.ops_copies import Copies
 from benchmarks.ops_timing import time_interleaved
 from counterpoint.cuda.driver import check
 from counterpoint.measurement.values import half_width
@@ -76,6 +76,22 @@ class Operands:
             with torch.cuda.stream(self.side if number % num_streams else current):
                 self.piece(dimension, number, count)
         current.wait_stream(self.side)
+
+
+class Copies:
+    """Memory of the next rank, and the copies there."""
+
+    def __init__(self) -> None:
+        self._symmetric = symmetric_memory.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        self._met = symmetric_memory.rendezvous(self._symmetric, dist.group.WORLD.group_name)
+        self._peer = int(self._met.buffer_ptrs[(dist.get_rank() + 1) % dist.get_world_size()])
+        self._own = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        self.stream = torch.cuda.Stream()
+        self._handle = cu.CUstream(self.stream.cuda_stream)
+
+    def issue(self) -> None:
+        """Issue one copy on its stream."""
+        check("Copying", cu.cuMemcpyAsync(self._peer, self._own.data_ptr(), COPY_BYTES, self._handle))
 
 
 def decomposition(sizes: Sizes) -> dict[str, object]:
@@ -138,22 +154,20 @@ def contention(sizes: Sizes, burst_us: float, copies: Copies) -> dict[str, objec
 def _burst(operands: Operands, copies: Copies, counts: tuple[int, int]) -> tuple[float, float]:
     """Matmuls and copies that start together; microseconds until the last of each."""
     num_matmuls, num_copies = counts
-    current, side = torch.cuda.current_stream(), copies.streams[0]
+    current = torch.cuda.current_stream()
     start, multiplied, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    peer = copies.peers[(copies.rank + 1) % copies.num_ranks]
     torch.cuda._sleep(SPIN_CYCLES)
     dist.all_reduce(torch.ones(1, device="cuda"))
     start.record()
-    side.wait_event(start)
-    handle = cu.CUstream(side.cuda_stream)
+    copies.stream.wait_event(start)
     for number in range(max(num_matmuls, num_copies)):
         if number < num_matmuls:
             operands.whole()
         if number < num_copies:
-            check("Copying", cu.cuMemcpyAsync(peer, copies.own.data_ptr(), COPY_BYTES, handle))
+            copies.issue()
     multiplied.record()
-    copied.record(side)
-    current.wait_stream(side)
+    copied.record(copies.stream)
+    current.wait_stream(copies.stream)
     torch.cuda.synchronize()
     return 1000 * start.elapsed_time(multiplied), 1000 * start.elapsed_time(copied)
 

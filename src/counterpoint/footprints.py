@@ -76,19 +76,14 @@ def known_footprint(library: str, compute_capability: str) -> KnownFootprint:
     )
 
 
+def known_on(gpu: Gpu, library: str) -> KnownFootprint:
+    """Return what is known of a library's collectives on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` if nothing
+    is.
+    """
+    name = "rccl" if gpu.vendor == "amd" and library == "nccl" else library
+    return known_footprint(name, gpu.compute_capability)
+
+
 def communication_footprint(gpu: Gpu, library: str) -> Footprint:
-    """Return the usual footprint of a library's collective on `gpu`; on AMD, NCCL means RCCL. Raises `MachineError` if
-    none is known.
-    """
-    return known_footprint(_on(gpu, library), gpu.compute_capability).footprint()
-
-
-def collectives_of(gpu: Gpu) -> KnownFootprint:
-    """Return the launch that is assumed for NCCL's or RCCL's collectives on `gpu`. Raises `MachineError` if none is
-    known.
-    """
-    return known_footprint(_on(gpu, "nccl"), gpu.compute_capability)
-
-
-def _on(gpu: Gpu, library: str) -> str:
-    return "rccl" if gpu.vendor == "amd" and library == "nccl" else library
+    """Return the usual footprint of a library's collective on `gpu`. Raises `MachineError` as `known_on` does."""
+    return known_on(gpu, library).footprint()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState, block_paths
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, FilterState
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, environment
 
@@ -139,8 +139,9 @@ def run_directory(folder: Path, *rules: FilterRule) -> Path:
     return directory
 
 
-def blocks_in(directory: Path) -> list[Path]:
-    return block_paths(directory)
+def session(built: Built, folder: Path, *rules: FilterRule) -> Session:
+    """A client under the filter with these rules."""
+    return Session(built, run_directory(folder, *rules))
 
 
 def _reached(line: str) -> Reached:

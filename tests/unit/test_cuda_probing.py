@@ -26,7 +26,7 @@ from counterpoint.cuda.device_facts import (
 from counterpoint.cuda.probing import COPY_ENGINE_FRACTION, Probed, describe, probe, shipped_machine, spread_sms
 from counterpoint.errors import DeviceError, MachineError
 from counterpoint.machine import Gpu, load_machine, save_machine
-from counterpoint.report.text import print_probed
+from counterpoint.report.shipped import print_probed
 
 TODAY = date(2026, 11, 21)
 # what `nvidia-smi` and the CUDA device query of an H200 print, driver 580.159

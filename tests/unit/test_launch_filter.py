@@ -7,7 +7,7 @@ import pytest
 from counterpoint.launch_filter.control_block import RuleCounters
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
-from helpers.filter_session import Launched, Session, run_directory
+from helpers.filter_session import Launched, Session, session
 
 ROUTES = ("linked", "dlsym", "dlvsym", "proc", "proc_v2", "proc_of_proc", "old_proc_of_proc", "default", "next", "program")
 PER_THREAD_ROUTES = ("proc_per_thread", "twin")
@@ -16,11 +16,6 @@ PRIORITY = FilterRule(pattern="nccl*", priority=-5)
 COLLECTIVE = FilterRule(pattern="nccl*", is_collective=True)
 HOLD = FilterRule(pattern="gemm", hold_us=5.0)
 COLLECTIVE_STREAM, GEMM_STREAM = 9, 7
-
-
-def session(built: Built, folder: Path, *rules: FilterRule) -> Session:
-    """A client that finds launches by dlsym, as libraries do."""
-    return Session(built, run_directory(folder, *rules))
 
 
 def shapes(launched: Launched) -> list[tuple[str, int, int]]:

@@ -7,7 +7,7 @@ import pytest
 
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, build_sanitized
-from helpers.filter_session import Session, run_directory
+from helpers.filter_session import Session, session
 
 KERNELS = ("capped_a", "capped_b", "gemm", "ncclDevKernel", "elementwise")
 THREADS, LAUNCHES = 6, 20_000
@@ -26,7 +26,7 @@ def begin(client: Session) -> None:
 
 
 def test_every_launch_is_counted_and_none_fails_while_tables_are_swapped(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         begin(client)
         client.launch("gemm")
         is_over = threading.Event()
@@ -58,7 +58,7 @@ def test_every_launch_is_counted_and_none_fails_while_tables_are_swapped(built: 
 
 
 def test_threads_that_decide_one_kernel_at_once_count_what_they_launched(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         begin(client)
         assert client.ask(f"stress {THREADS} {LAUNCHES}") == ["failed 0"]
         by_rule = client.state().counters
@@ -76,7 +76,7 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_nothing_is_reported_under_sanitizers(watched: Built, tmp_path: Path) -> None:
-    with Session(watched, run_directory(tmp_path, *RULES)) as client:
+    with session(watched, tmp_path, *RULES) as client:
         begin(client)
         for route in ("linked", "dlsym", "dlvsym", "proc", "proc_v2", "old_proc_of_proc", "proc_per_thread", "program"):
             assert client.find(route), route
@@ -103,6 +103,6 @@ def test_nothing_is_reported_under_sanitizers(watched: Built, tmp_path: Path) ->
 def test_a_sanitizer_would_have_said_so(watched: Built, tmp_path: Path) -> None:
     """The watched build does watch: an error planted in the client ends it."""
     command = "plant race" if "thread" in watched.folder.name else "plant overflow"
-    client = Session(watched, run_directory(tmp_path))
+    client = session(watched, tmp_path)
     with pytest.raises(AssertionError, match=r"runtime error|data race"):
         client.ask(command)

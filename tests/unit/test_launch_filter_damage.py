@@ -13,7 +13,7 @@ from counterpoint.launch_filter.control_block import ControlBlock
 from counterpoint.launch_filter.layout import BlockRecord, CounterRecord, FunctionRecord, SlotRecord
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
-from helpers.filter_session import Session, run_directory
+from helpers.filter_session import Session, session
 
 RULES = (
     FilterRule(pattern="cap*", dynamic_shared_bytes=60_000),
@@ -35,7 +35,7 @@ def begin(client: Session) -> Path:
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 100_000, sizeof(BlockRecord) - 300_000])
 def test_a_block_that_is_cut_short_leaves_launches_as_they_were(built: Built, tmp_path: Path, size: int) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         path = begin(client)
         client.make("unseen")
         os.truncate(path, size)
@@ -57,7 +57,7 @@ def test_a_block_that_is_cut_short_leaves_launches_as_they_were(built: Built, tm
 
 
 def test_a_cut_block_stops_nobody_who_handles_sigbus_and_raises_it_again(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         path = begin(client)
         client.ask("reraise_bus")  # as Python's faulthandler does
         os.truncate(path, 0)
@@ -67,7 +67,7 @@ def test_a_cut_block_stops_nobody_who_handles_sigbus_and_raises_it_again(built: 
 
 @pytest.mark.parametrize(("first", "status"), [("find dlsym", -SIGBUS), ("handle_bus", 5)])
 def test_another_bus_error_is_the_programs(built: Built, tmp_path: Path, first: str, status: int) -> None:
-    client = Session(built, run_directory(tmp_path, *RULES))
+    client = session(built, tmp_path, *RULES)
     client.ask(first)
     begin(client)
     with pytest.raises(AssertionError, match=f"ended at 'plant bus' with {status}:"):
@@ -77,7 +77,7 @@ def test_another_bus_error_is_the_programs(built: Built, tmp_path: Path, first: 
 
 @pytest.mark.parametrize("number", [5000, 0xFFFF_FFFF])
 def test_a_number_of_functions_that_there_cannot_be_leads_nowhere(built: Built, tmp_path: Path, number: int) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         path = begin(client)
         write(path, BlockRecord.num_functions.offset, number.to_bytes(4, "little"))
         client.state()
@@ -96,7 +96,7 @@ def test_scribbles_change_no_result_and_readers_get_one_line(built: Built, tmp_p
         (slot + sizeof(SlotRecord), slot + sizeof(SlotRecord) + 4000),
         (BlockRecord.functions.offset, BlockRecord.functions.offset + 8 * sizeof(FunctionRecord)),
     )
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         path = begin(client)
         for number in range(40):
             size = chosen.choice((1, 8, 64, 4096))
@@ -112,7 +112,7 @@ def test_scribbles_change_no_result_and_readers_get_one_line(built: Built, tmp_p
 
 
 def test_what_no_version_writes_is_named(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, *RULES)) as client:
+    with session(built, tmp_path, *RULES) as client:
         path = begin(client)
         at = BlockRecord.slots.offset + sizeof(SlotRecord) + SlotRecord.counters.offset + CounterRecord.refusal.offset
         write(path, at, (99 << 32).to_bytes(8, "little"))

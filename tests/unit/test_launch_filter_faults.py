@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, block_paths
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import HELPERS, Built, compile_c, environment
-from helpers.filter_session import Session, blocks_in, run_directory
+from helpers.filter_session import Session, run_directory
 
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=60_000, carveout_percent=100)
 NO_SPACE = "int posix_fallocate(int f, long at, long n) { return (void)f, (void)at, (void)n, 28; }\n"  # ENOSPC
@@ -93,7 +93,7 @@ def test_a_template_of_another_version_is_one_line_and_no_filter(built: Built, t
         client.stderr
         == "counterpoint: initial.block is not of this filter's version; start the job again. No plan is applied here.\n"
     )
-    assert blocks_in(directory) == []
+    assert block_paths(directory) == []
 
 
 def test_a_forked_child_has_a_block_of_its_own(built: Built, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_block_of_the_same_process_number_is_kept(built: Built, tmp_path: Path
         client.find()
         client.make("capped")
         assert client.launch("capped").last.shared == 60_000
-        second, first = blocks_in(directory)
+        second, first = block_paths(directory)
         assert first.read_text() == "earlier\n"
         assert second.stem == f"{first.stem}-1"
 
@@ -177,7 +177,7 @@ def test_where_there_is_no_driver_nothing_is_found(built: Built, tmp_path: Path)
             # RTLD_NEXT from the program finds what is behind it, and that is the filter's own, which answers with an error
             assert ended.stdout.split() == ["0", "1", "1" if variables else "0", "1", "0"]
             assert ended.stderr == ""
-    assert blocks_in(tmp_path / "run") == []
+    assert block_paths(tmp_path / "run") == []
 
 
 def test_a_driver_that_only_one_library_can_see_is_reached(built: Built, tmp_path: Path) -> None:
@@ -208,4 +208,4 @@ def test_a_program_without_a_gpu_runs_as_before(built: Built, tmp_path: Path) ->
         command, env=environment(built, directory), capture_output=True, text=True, check=True, timeout=60
     )
     assert (filtered.stdout, filtered.stderr) == (plain.stdout, plain.stderr)
-    assert blocks_in(directory) == []
+    assert block_paths(directory) == []

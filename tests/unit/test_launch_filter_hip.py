@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from counterpoint.launch_filter.control_block import block_paths
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built, build_filter, build_for_hip
-from helpers.filter_session import Session, blocks_in, run_directory
+from helpers.filter_session import Session, session
 
 STUB_APIS = ("hipLaunchKernel", "hipLaunchKernel_spt", "hipExtLaunchKernel", "hipLaunchKernelExC")
 FUNCTION_APIS = ("hipModuleLaunchKernel", "hipExtModuleLaunchKernel", "hipDrvLaunchKernelEx")
@@ -33,7 +34,7 @@ def reached(api: str, name: str, shared: int, *, grid_x: int = 12, grid_y: int =
 @pytest.mark.parametrize("api", [*STUB_APIS, *FUNCTION_APIS])
 def test_every_entry_point_gets_the_cap(built: Built, tmp_path: Path, route: str, api: str) -> None:
     items = (12 * 64, 6) if api == "hipExtModuleLaunchKernel" else (12, 3)
-    with Session(built, run_directory(tmp_path, CAP)) as client:
+    with session(built, tmp_path, CAP) as client:
         client.ask(f"find {route}")
         client.ask(f"make capped 100 {'stub' if api in STUB_APIS else 'function'}")
         for shared in (0, 20_000):
@@ -53,7 +54,7 @@ def test_every_entry_point_gets_the_cap(built: Built, tmp_path: Path, route: str
 
 
 def test_it_says_once_that_it_is_experimental(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, CAP)) as client:
+    with session(built, tmp_path, CAP) as client:
         client.ask("find dlsym")
         client.ask("make capped 0 stub")
         for _ in range(2):
@@ -65,12 +66,12 @@ def test_it_says_once_that_it_is_experimental(built: Built, tmp_path: Path) -> N
 
 def test_the_usual_build_leaves_launches_on_amd_alone(built: Built, tmp_path: Path) -> None:
     usual = replace(built, preload=build_filter(tmp_path))
-    with Session(usual, run_directory(tmp_path, CAP)) as client:
+    with session(usual, tmp_path, CAP) as client:
         client.ask("find dlsym")
         client.ask("make capped 0 stub")
         assert client.ask("launch hipLaunchKernel capped 5")[0].startswith("reached hipLaunchKernel capped shared=5 ")
     assert client.stderr == ""
-    assert blocks_in(tmp_path / "run") == []
+    assert block_paths(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("api", [*STUB_APIS, *FUNCTION_APIS, *COOPERATIVE_APIS])
@@ -84,7 +85,7 @@ def test_without_a_run_launches_are_as_they_were(built: Built, api: str) -> None
 
 
 def test_cooperative_launches_are_left_alone(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, CAP)) as client:
+    with session(built, tmp_path, CAP) as client:
         client.ask("find dlsym")
         client.ask("make capped_stub 0 stub")
         client.ask("make capped_function 0 function")
@@ -104,7 +105,7 @@ def test_cooperative_launches_are_left_alone(built: Built, tmp_path: Path) -> No
 def test_what_hip_cannot_do_is_refused_with_what_to_do(built: Built, tmp_path: Path) -> None:
     large = FilterRule(pattern="large", dynamic_shared_bytes=65_000)
     priority, hold = FilterRule(pattern="nccl*", priority=-1), FilterRule(pattern="gemm", hold_us=5.0)
-    with Session(built, run_directory(tmp_path, large, priority, hold)) as client:
+    with session(built, tmp_path, large, priority, hold) as client:
         client.ask("find dlsym")
         for name in ("large", "ncclDevKernel", "gemm"):
             client.ask(f"make {name} 1000 stub")
@@ -118,7 +119,7 @@ def test_what_hip_cannot_do_is_refused_with_what_to_do(built: Built, tmp_path: P
 
 
 def test_a_refused_cap_is_launched_as_it_was_and_not_tried_again(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, CAP)) as client:
+    with session(built, tmp_path, CAP) as client:
         client.ask("find dlsym")
         client.ask("make capped 0 function")
         client.ask("refuse capped 10000")
@@ -133,7 +134,7 @@ def test_a_refused_cap_is_launched_as_it_was_and_not_tried_again(built: Built, t
 
 
 def test_shared_memory_is_never_lowered_and_captures_get_proven_caps_only(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, CAP)) as client:
+    with session(built, tmp_path, CAP) as client:
         client.ask("find dlsym")
         client.ask("make capped 0 stub")
         client.ask("capture 1")

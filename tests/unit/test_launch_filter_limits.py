@@ -6,14 +6,10 @@ import pytest
 
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
-from helpers.filter_session import Session, run_directory
+from helpers.filter_session import Session, session
 
 BYTES = 100_000
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=BYTES, carveout_percent=100)
-
-
-def session(built: Built, folder: Path, *rules: FilterRule) -> Session:
-    return Session(built, run_directory(folder, *rules))
 
 
 def launches(client: Session, shared: int) -> list[int]:

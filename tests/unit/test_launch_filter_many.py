@@ -7,7 +7,7 @@ import pytest
 from counterpoint.launch_filter import layout
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import Built
-from helpers.filter_session import Session, run_directory
+from helpers.filter_session import Session, session
 
 MORE_THAN_KEPT = 24_000
 
@@ -23,7 +23,7 @@ def asked(client: Session) -> int:
 
 
 def test_kernels_beyond_the_table_are_launched_as_they_are_and_never_looked_at_again(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, FilterRule(pattern="*", priority=-1))) as client:
+    with session(built, tmp_path, FilterRule(pattern="*", priority=-1)) as client:
         client.find()
         assert client.ask(f"many {MORE_THAN_KEPT}")[0].startswith("failed 0 ")
         assert again(client, 3) == (0, 0)
@@ -34,7 +34,7 @@ def test_kernels_beyond_the_table_are_launched_as_they_are_and_never_looked_at_a
 
 
 def test_an_unload_makes_room_in_a_full_table(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, FilterRule(pattern="capped", priority=-1))) as client:
+    with session(built, tmp_path, FilterRule(pattern="capped", priority=-1)) as client:
         client.find()
         client.make("other")
         client.launch("other")
@@ -46,7 +46,7 @@ def test_an_unload_makes_room_in_a_full_table(built: Built, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("is_kernel", [False, True])
 def test_an_unload_makes_no_other_kernel_be_looked_at_again(built: Built, tmp_path: Path, is_kernel: bool) -> None:
-    with Session(built, run_directory(tmp_path, FilterRule(pattern="*", dynamic_shared_bytes=60_000))) as client:
+    with session(built, tmp_path, FilterRule(pattern="*", dynamic_shared_bytes=60_000)) as client:
         client.find()
         client.make("stays")
         client.make("stays_too", is_kernel=True)
@@ -66,7 +66,7 @@ def test_an_unload_makes_no_other_kernel_be_looked_at_again(built: Built, tmp_pa
 
 
 def test_where_the_driver_does_not_tell_the_module_names_are_compared(built: Built, tmp_path: Path) -> None:
-    with Session(built, run_directory(tmp_path, FilterRule(pattern="cap*", dynamic_shared_bytes=60_000))) as client:
+    with session(built, tmp_path, FilterRule(pattern="cap*", dynamic_shared_bytes=60_000)) as client:
         client.find()
         handle = client.make("capped")
         client.launch("capped")

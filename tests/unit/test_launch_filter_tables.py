@@ -10,15 +10,11 @@ from hypothesis import strategies as st
 from counterpoint.launch_filter.control_block import RuleCounters
 from counterpoint.launch_filter.rules import FilterRule, literal_pattern
 from helpers.build_filter import Built
-from helpers.filter_session import Session, run_directory
+from helpers.filter_session import Session, run_directory, session
 
 CAP = FilterRule(pattern="cap*", dynamic_shared_bytes=60_000, ctas_per_sm=3, carveout_percent=100)
 PRIORITY = FilterRule(pattern="nccl*", priority=-5)
 COLLECTIVE = FilterRule(pattern="nccl*", is_collective=True)
-
-
-def session(built: Built, folder: Path, *rules: FilterRule) -> Session:
-    return Session(built, run_directory(folder, *rules))
 
 
 def test_the_last_rule_that_sets_a_control_counts_and_the_others_are_told(built: Built, tmp_path: Path) -> None:
@@ -159,7 +155,7 @@ def matches(pattern: str, name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def matcher(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    with Session(built, run_directory(tmp_path_factory.mktemp("matcher"))) as client:
+    with session(built, tmp_path_factory.mktemp("matcher")) as client:
         client.find()
         client.make("warm")
         client.launch("warm")

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint.errors import MachineError
-from counterpoint.footprints import collectives_of, communication_footprint
+from counterpoint.footprints import communication_footprint, known_on
 from counterpoint.links import Link
 from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 
@@ -241,7 +241,7 @@ def test_a_type_that_the_gpu_does_not_have_is_refused_in_one_line_that_names_tho
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_collectives_launch_is_measured_only_where_they_ran(name: str) -> None:
-    known = collectives_of(load_machine(name).gpu)
+    known = known_on(load_machine(name).gpu, "nccl")
     assert known.status == ("measured" if name in ("h100", "h200") else "assumed")
     assert ("H200" in known.source) or known.status == "assumed"
     assert known.footprint() == communication_footprint(load_machine(name).gpu, "nccl")

@@ -72,7 +72,7 @@ def test_close_frees_every_graph_once_also_that_which_another_rank_refused(
         return [own, own if b"place" in own else b'["", "no copies there"]']
 
     copies = make(module, monkeypatch, exchange)
-    assert [getattr(each, "graph", each) for each in copies.stand_ins] == ["one", "no copies there"]
+    assert [getattr(each, "graph", each) for each in copies.made] == ["one", "no copies there"]
     copies.close()
     copies.close()
     assert sorted(destroyed(module)) == ["one", "other"]

@@ -73,7 +73,7 @@ def launches(module: Any, monkeypatch: pytest.MonkeyPatch, *collectives: Any) ->
     flags = SimpleNamespace(local=torch.ones(1), addresses=[FLAGS + OTHER, FLAGS])
     monkeypatch.setattr(module, "SymmetricMemory", lambda *_: flags)
     monkeypatch.setattr(module, "launch_of", lambda kernel, moves, signals: (kernel, moves, signals))
-    return list(module.LightCollectives(collectives, torch.device("cpu")).launches)
+    return list(module.LightCollectives(collectives, torch.device("cpu")).made)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from counterpoint.metrics import ideal_in_pieces_us, ideal_us
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.planner import tune
 from counterpoint.planner.ideal import scale_of
-from counterpoint.planner.idle import review_plan
+from counterpoint.planner.idle_controls import review_plan
 from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.sim.matmul_pairs import MatmulPairs
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step

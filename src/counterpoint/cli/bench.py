@@ -66,7 +66,10 @@ def bench() -> None:
     "--iterations", type=click.IntRange(1, 1000), metavar="N", help="The number of iterations of a step.  [default: 4]"
 )
 @click.option(
-    "--rounds", type=click.IntRange(2, 1000), metavar="N", help="On GPUs: rounds of all variants.  [default: 11 to 5]"
+    "--rounds",
+    type=click.IntRange(2, 1000),
+    metavar="N",
+    help="On GPUs: rounds of all variants.  [default: 11 for cb, 5 for mb and for sweeps]",
 )
 @click.option(
     "--energy", is_flag=True, help="On GPUs: measure joules per step, too. This takes a second more for each variant."

@@ -33,7 +33,8 @@ def machines(name: str | None, is_probing: bool, output: Path | None, is_json: b
     Every figure of a machine is printed with its source.
     """
     from counterpoint.machine import load_machine, machine_names, save_template  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
+    from counterpoint.report.shipped import print_machine, print_machines  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
     if is_probing:
@@ -48,17 +49,18 @@ def machines(name: str | None, is_probing: bool, output: Path | None, is_json: b
     if is_json:
         print(write_json(found[0] if name is not None else found))
     elif name is not None:
-        text.print_machine(text.new_console(), found[0])
+        print_machine(new_console(), found[0])
         if output is not None:
             print(f"Machine saved to {output}. Change its name and figures, then use it: --machine {output}")
     else:
-        text.print_machines(text.new_console(), found)
+        print_machines(new_console(), found)
 
 
 def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None:
     from counterpoint.cuda.probing import probe  # noqa: PLC0415
     from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
-    from counterpoint.report import text  # noqa: PLC0415
+    from counterpoint.report.shipped import print_probed  # noqa: PLC0415
+    from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
     if name is not None:
@@ -72,7 +74,7 @@ def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None
     if is_json:
         print(write_json(probed))
         return
-    text.print_probed(text.new_console(), probed)
+    print_probed(new_console(), probed)
     if output is not None:
         print(f"Machine saved to {output}. Use it: --machine {output}")
 
@@ -98,7 +100,8 @@ def workloads(name: str | None, output: Path | None, is_json: bool) -> None:
 
     A workload describes a step without a trace: matmuls, kernels, collectives and copies, and what waits for what.
     """
-    from counterpoint.report import text  # noqa: PLC0415  a fast --help
+    from counterpoint.report.shipped import print_workloads  # noqa: PLC0415  a fast --help
+    from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
     from counterpoint.workloads import load_description, save_template, workload_names, workload_text  # noqa: PLC0415
 
@@ -111,7 +114,7 @@ def workloads(name: str | None, output: Path | None, is_json: bool) -> None:
     if is_json:
         print(write_json(found[0] if name is not None else found))
     elif name is None:
-        text.print_workloads(text.new_console(), found)
+        print_workloads(new_console(), found)
     elif output is None:
         print(workload_text(name), end="")
     else:

@@ -159,7 +159,7 @@ def simulate(
     """
     from counterpoint.job import load_job  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
-    from counterpoint.planner.idle import review_plan  # noqa: PLC0415
+    from counterpoint.planner.idle_controls import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415

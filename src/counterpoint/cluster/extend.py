@@ -11,10 +11,8 @@ from counterpoint.errors import MachineError, shown
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Fabric, check_range
-from counterpoint.step import Collective, Copy, Operation, Step
+from counterpoint.step import MAX_RANKS, Collective, Copy, Operation, Step
 from counterpoint.value import Value, require
-
-MAX_RANKS = 1 << 20
 
 
 class Extended(Value, frozen=True, kw_only=True):

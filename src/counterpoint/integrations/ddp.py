@@ -194,19 +194,21 @@ class BucketAverages:
         return future_of(flat, self._average_parts(flat, self._wire_for(flat.dtype)))
 
     def _is_librarys(self, flat: torch.Tensor) -> bool:
+        obstacle = self._obstacle_to(flat)
+        part_bytes = 0 if obstacle else -(-flat.nbytes * self._lanes.num_hosts // self._lanes.group.size())
+        return self._lanes.leave_to_library(self._tally, part_bytes, obstacle)
+
+    def _obstacle_to(self, flat: torch.Tensor) -> str:
+        """Return why the library should average this bucket, or nothing."""
         if self.is_in_join:
-            obstacle, part_bytes = IN_JOIN, 0
-        elif not self._is_on:
-            obstacle, part_bytes = SWITCHED_OFF, 0
-        elif flat.layout != torch.strided:
-            obstacle, part_bytes = IS_SPARSE, 0
-        elif self._lanes.num_hosts > 1 and not self._wire_for(flat.dtype).is_summable:
-            obstacle, part_bytes = NOT_SUMMABLE, 0
-        else:
-            obstacle = self._lanes.obstacle_to("all_reduce", flat.nbytes)
-            part_bytes = -(-flat.nbytes * self._lanes.num_hosts // self._lanes.group.size())
-        is_librarys = self._tally.is_librarys
-        return is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, self._lanes.obstacle)
+            return IN_JOIN
+        if not self._is_on:
+            return SWITCHED_OFF
+        if flat.layout != torch.strided:
+            return IS_SPARSE
+        if self._lanes.num_hosts > 1 and not self._wire_for(flat.dtype).is_summable:
+            return NOT_SUMMABLE
+        return self._lanes.obstacle_to("all_reduce", flat.nbytes)
 
     def _num_averaged(self) -> int:
         """Return by how many ranks to divide: in join() the job may ask for those that still have inputs."""

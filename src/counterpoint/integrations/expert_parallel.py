@@ -21,7 +21,7 @@ from torch import nn
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations import transformers_experts
 from counterpoint.integrations.expert_layouts import shared_experts_of, spread_by, torchtitan_layout
-from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts
 from counterpoint.integrations.switched_hooks import pass_on
 from counterpoint.integrations.transformers_experts import TransformersExperts
@@ -33,7 +33,7 @@ from counterpoint.value import require
 # OPERATORS: what a policy of selective checkpointing sees instead of all-to-alls. If it saves them, no token is sent again.
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts", "why_none_waits"]
 
-NOUN = "expert layer"
+OVERLAPPED = TorchtitanExperts | TransformersExperts
 
 
 def overlap(
@@ -51,16 +51,10 @@ def overlap(
     if some of them are already overlapped.
     """
     _check_arguments(module, schedule)
-    overlapped = Overlapped(is_on=is_on, noun=NOUN, keeps_tokens=keeps_tokens)
+    overlapped = Overlapped(is_on=is_on, noun="expert layer", keeps_tokens=keeps_tokens)
     options = {"schedule": schedule, "keeps_tokens": keeps_tokens}
     found = [(name, each) for name, each in module.named_modules() if spread_by(each) is not None]
-    twice = next((name for name, each in module.named_modules() if _is_overlapped(each)), None)
-    require(
-        twice is None,
-        IntegrationError,
-        f"{twice or 'This layer'} is already overlapped. Keep the object that the first overlap() returned, or "
-        "call its undo() first.",
-    )
+    overlapped.require_new(module.named_modules(), OVERLAPPED)
     require(
         bool(found),
         IntegrationError,
@@ -89,7 +83,8 @@ def _check_arguments(module: object, schedule: object) -> None:
 
 def waiting_experts(module: nn.Module) -> list[nn.Module]:
     """Return the experts in the module that a framework has spread over ranks and that `overlap` can still take."""
-    return [each for each in module.modules() if not _is_overlapped(each) and _is_served(each)]
+    waiting = (each for each in module.modules() if spread_by(each) and not is_overlapped(each, OVERLAPPED))
+    return [each for each in waiting if not _refusal(each)]
 
 
 def why_none_waits(module: nn.Module) -> str:
@@ -98,10 +93,6 @@ def why_none_waits(module: nn.Module) -> str:
         if spread_by(each) and (reason := _refusal(each)):
             return f"{name or 'the experts'}: {reason}"
     return ""
-
-
-def _is_served(experts: nn.Module) -> bool:
-    return bool(spread_by(experts)) and not _refusal(experts)
 
 
 def _refusal(experts: nn.Module) -> str:
@@ -146,8 +137,3 @@ def _take_transformers(overlapped: Overlapped, name: str, experts: nn.Module, op
         return
     forward = TransformersExperts(experts, overlapped.switch, options)
     overlapped.take(name, experts, forward.run, forward.group.group_name)
-
-
-def _is_overlapped(experts: nn.Module) -> bool:
-    owner = getattr(vars(experts).get("forward"), "__self__", None)
-    return isinstance(owner, TorchtitanExperts | TransformersExperts)

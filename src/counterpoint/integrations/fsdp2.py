@@ -140,8 +140,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         num_hosts = 1 if obstacle else lanes.num_hosts
         in_place = _in_place(input_tensor) if num_hosts == 1 else None
         block_bytes = in_place.block_bytes if in_place else output_tensor.nbytes
-        part_bytes, is_librarys = block_bytes * num_hosts, tally.is_librarys
-        if not (async_op or is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle)):
+        if not (async_op or lanes.leave_to_library(tally, block_bytes * num_hosts, obstacle)):
             try:
                 lane, levels = lanes.next(), lanes.levels
                 if in_place:

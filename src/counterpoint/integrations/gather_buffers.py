@@ -80,8 +80,7 @@ class GatherBuffers:
         obstacle = obstacle or lanes.obstacle_to("all_gather", num_bytes)
         num_hosts = 1 if obstacle else lanes.num_hosts
         part_bytes = num_bytes // self._num_ranks * num_hosts  # that ranks of a host send each other
-        is_librarys = self.tally.is_librarys
-        if is_librarys(part_bytes, obstacle) or is_librarys(part_bytes, lanes.obstacle):
+        if lanes.leave_to_library(self.tally, part_bytes, obstacle):
             return None
         try:
             if lanes is self._lanes:

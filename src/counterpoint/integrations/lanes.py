@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError, MachineError, RefusedTogetherError
+from counterpoint.integrations.lane_collectives import Tally
 from counterpoint.machine import machine_names
 from counterpoint.ops.agreement import CallNotice
 from counterpoint.ops.host_levels import HostLevels, one_level, places_of, two_levels
@@ -69,7 +70,7 @@ class Lanes:
     def obstacle_to(self, kind: CollectiveKind, num_bytes: int) -> str:
         """Return why the library should do this collective of `num_bytes`, as nccl-tests counts them; or nothing.
 
-        A group that is split gets its lanes when `obstacle` is read afterwards: small collectives need none.
+        A group that is split gets its lanes when `obstacle` is read afterwards.
         """
         places = self._split()
         if self._obstacle or isinstance(places, str) or not places:
@@ -77,6 +78,13 @@ class Lanes:
         if self._across_hosts == "always":
             return ""
         return obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))
+
+    def leave_to_library(self, tally: Tally, part_bytes: int, obstacle: str) -> bool:
+        """Return whether the library should do a collective with this many bytes from each rank; if so, count it.
+
+        `obstacle` is what `obstacle_to` returned. Lanes are not created for small collectives.
+        """
+        return tally.is_librarys(part_bytes, obstacle) or tally.is_librarys(part_bytes, self.obstacle)
 
     @property
     def obstacle(self) -> str:

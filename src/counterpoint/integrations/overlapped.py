@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import UnionType
 from typing import Any, final
 
 from torch import nn
@@ -104,6 +105,16 @@ class Overlapped:
         self.taken.clear()
         self.switch.is_on, self._is_undone = False, True
 
+    def require_new(self, modules: Iterable[tuple[str, nn.Module]], kinds: type | UnionType) -> None:
+        """Raise `IntegrationError` if one of the modules already has a `forward` of an object of these kinds."""
+        twice = next((name for name, each in modules if is_overlapped(each, kinds)), None)
+        require(
+            twice is None,
+            IntegrationError,
+            f"{twice or f'This {self._noun}'} is already overlapped. Keep the object that the first overlap() returned, or "
+            "call its undo() first.",
+        )
+
     def take(self, name: str, module: nn.Module, run: Callable[..., Any], group_name: str) -> None:
         """Give a module another `forward`, whose operators run in this group."""
         counts = calls_of(group_name)
@@ -175,6 +186,11 @@ class Overlapped:
         for name, reason in self.refused.items():
             found.setdefault(reason, []).append(name or "the module")
         return found
+
+
+def is_overlapped(module: nn.Module, kinds: type | UnionType) -> bool:
+    """Return whether a module's `forward` is that of an object of these kinds."""
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), kinds)
 
 
 def _put_back(held: dict[Any, Any], exchanged: tuple[Any, Any, Any]) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.layouts import LinearLayout, gathering_hook, is_sequence, is_split, linear_layout
-from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.parallel_linears import (
     AllReduceForward,
     ColumnwiseForward,
@@ -61,13 +61,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
         IntegrationError,
         f"{type(module).__name__} has no linear that parallelize_module has split. Parallelize it first.",
     )
-    twice = next((name for name, each in linears if _is_overlapped(each)), None)
-    require(
-        twice is None,
-        IntegrationError,
-        f"{twice or 'This linear'} is already overlapped. Keep the object that the first overlap() returned, or "
-        "call its undo() first.",
-    )
+    overlapped.require_new(linears, ParallelForward)
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     shared = {name: SharedInput() for name in gathering}
     columns: dict[str, ColumnwiseForward] = {}
@@ -95,7 +89,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
 
 def waiting_linears(module: nn.Module) -> list[nn.Module]:
     """Return the linears in the module that parallelize_module has split and that `overlap` has not taken."""
-    linears = (each for each in module.modules() if _is_parallel(each) and not _is_overlapped(each))
+    linears = (each for each in module.modules() if _is_parallel(each) and not is_overlapped(each, ParallelForward))
     return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors as well
 
 
@@ -189,7 +183,3 @@ def _nearest(name: str, shared: dict[str, SharedInput]) -> SharedInput | None:
 
 def _is_parallel(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor)
-
-
-def _is_overlapped(linear: nn.Linear) -> bool:
-    return isinstance(getattr(vars(linear).get("forward"), "__self__", None), ParallelForward)

@@ -148,7 +148,8 @@ static struct refused obstacle(const struct hip_call *call, const struct decisio
     return !is_proven(decision) && is_capturing(call->stream) ? (struct refused){REFUSED_CAPTURED, 0} : (struct refused){0};
 }
 
-// Handles a changed launch that the driver refused: makes the caller's own launch, and no longer changes this kernel.
+// Launches with the cap, unless something forbids it. If the driver refuses that, makes the caller's own launch, and no longer
+// changes this kernel.
 static hipError_t launch_capped(const struct hip_call *call, const struct decision *decision) {
     struct counter_record *counters = counters_of(decision, decision->cap_rule);
     const struct refused refused = obstacle(call, decision);
@@ -170,14 +171,6 @@ static hipError_t launch_capped(const struct hip_call *call, const struct decisi
         count_refusal(decision, decision->cap_rule, (struct refused){REFUSED_BY_DRIVER, (uint32_t)error});
     }
     return result;
-}
-
-static hipError_t launch_by(const struct driver_calls *calls, const struct hip_call *call) {
-    struct decision decision;
-    if (UNLIKELY(!call->real)) return hipErrorNotFound;
-    if (LIKELY(!decide(calls, call->launch, &decision) || !(decision.actions & CAP)))
-        return call->go(call, call->launch->dynamic_shared_bytes);
-    return launch_capped(call, &decision);
 }
 
 #define GO(name) static hipError_t go_##name(const struct hip_call *call, size_t bytes)
@@ -242,16 +235,14 @@ static void *real(unsigned place, enum route route) { return real_function(&hip_
     .launch = &(const struct launch){.kernel = (uintptr_t)(handle), .grid = {g0, g1, g2}, .block = {b0, b1, b2},           \
                                      .dynamic_shared_bytes = (uint32_t)(bytes), .is_cooperative = cooperative, .is_ex = ex}
 
-static hipError_t by_stub(enum route route, unsigned place, const struct hip_call *asked) {
+static hipError_t launch_by(const struct driver_calls *calls, enum route route, unsigned place, const struct hip_call *asked) {
     struct hip_call call = *asked;
+    struct decision decision;
     call.real = real(place, route);
-    return launch_by(&stub_calls, &call);
-}
-
-static hipError_t by_function(enum route route, unsigned place, const struct hip_call *asked) {
-    struct hip_call call = *asked;
-    call.real = real(place, route);
-    return launch_by(&function_calls, &call);
+    if (UNLIKELY(!call.real)) return hipErrorNotFound;
+    if (LIKELY(!decide(calls, call.launch, &decision) || !(decision.actions & CAP)))
+        return call.go(&call, call.launch->dynamic_shared_bytes);
+    return launch_capped(&call, &decision);
 }
 
 static hipError_t launch_exc(enum route route, const hipLaunchConfig_t *config, const void *stub, void **parameters) {
@@ -259,10 +250,11 @@ static hipError_t launch_exc(enum route route, const hipLaunchConfig_t *config, 
     if (!config) return next ? next(config, stub, parameters) : hipErrorNotFound;  // the driver's error
     const dim3 grid = config->grid, block = config->block;
     const bool is_cooperative = asks_for_barrier(config->attributes, config->num_attributes);
-    return by_stub(route, LAUNCH_EXC,
-                   &(struct hip_call){.go = go_hipLaunchKernelExC, .stream = config->stream, .config = config, .parameters = parameters,
-                                      LAUNCH(stub, grid.x, grid.y, grid.z, block.x, block.y, block.z,
-                                             config->dynamic_shared_bytes, is_cooperative, true)});
+    return launch_by(&stub_calls, route, LAUNCH_EXC,
+                     &(struct hip_call){.go = go_hipLaunchKernelExC, .stream = config->stream, .config = config,
+                                        .parameters = parameters,
+                                        LAUNCH(stub, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                                               config->dynamic_shared_bytes, is_cooperative, true)});
 }
 
 static hipError_t launch_drv_ex(enum route route, const HIP_LAUNCH_CONFIG *config, hipFunction_t function, void **parameters,
@@ -271,11 +263,11 @@ static hipError_t launch_drv_ex(enum route route, const HIP_LAUNCH_CONFIG *confi
     if (!config) return next ? next(config, function, parameters, extra) : hipErrorNotFound;
     const dim3 grid = config->grid, block = config->block;
     const bool is_cooperative = asks_for_barrier(config->attributes, config->num_attributes);
-    return by_function(route, DRV_LAUNCH_EX,
-                       &(struct hip_call){.go = go_hipDrvLaunchKernelEx, .stream = config->stream, .config = config,
-                                          .parameters = parameters, .extra = extra,
-                                          LAUNCH(function, grid.x, grid.y, grid.z, block.x, block.y, block.z,
-                                                 config->dynamic_shared_bytes, is_cooperative, true)});
+    return launch_by(&function_calls, route, DRV_LAUNCH_EX,
+                     &(struct hip_call){.go = go_hipDrvLaunchKernelEx, .stream = config->stream, .config = config,
+                                        .parameters = parameters, .extra = extra,
+                                        LAUNCH(function, grid.x, grid.y, grid.z, block.x, block.y, block.z,
+                                               config->dynamic_shared_bytes, is_cooperative, true)});
 }
 
 static hipError_t get_proc_address(enum route route, const char *symbol, void **address, int version, uint64_t flags, int *status) {
@@ -303,15 +295,17 @@ static hipError_t unload(enum route route, hipModule_t module) {
     EXPORTED hipError_t name declared __attribute__((alias("next_" #name)));
 
 #define STUB_SHAPE const void *stub, dim3 grid, dim3 block, void **parameters
-#define BY_STUB(name, place, cooperative, ...)                                                                                  \
-    by_stub(route, place, &(struct hip_call){.go = go_##name, .stream = stream, .parameters = parameters,                       \
-                                             LAUNCH(stub, grid.x, grid.y, grid.z, block.x, block.y, block.z, bytes, cooperative, \
-                                                    false), __VA_ARGS__})
+#define BY_STUB(name, place, cooperative, ...)                                                                               \
+    launch_by(&stub_calls, route, place,                                                                                     \
+              &(struct hip_call){.go = go_##name, .stream = stream, .parameters = parameters,                                \
+                                 LAUNCH(stub, grid.x, grid.y, grid.z, block.x, block.y, block.z, bytes, cooperative, false), \
+                                 __VA_ARGS__})
 #define FUNCTION_SHAPE \
     hipFunction_t function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz
-#define BY_FUNCTION(name, place, g0, g1, g2, cooperative, ...)                                                                   \
-    by_function(route, place, &(struct hip_call){.go = go_##name, .stream = stream, .parameters = parameters,                    \
-                                                 LAUNCH(function, g0, g1, g2, bx, by, bz, bytes, cooperative, false), __VA_ARGS__})
+#define BY_FUNCTION(name, place, g0, g1, g2, cooperative, ...)                                \
+    launch_by(&function_calls, route, place,                                                  \
+              &(struct hip_call){.go = go_##name, .stream = stream, .parameters = parameters, \
+                                 LAUNCH(function, g0, g1, g2, bx, by, bz, bytes, cooperative, false), __VA_ARGS__})
 #define GROUPS(items, size) ((size) ? ((items) + (size)-1) / (size) : 0)
 
 BOTH_ROUTES(hipLaunchKernel, (STUB_SHAPE, size_t bytes, hipStream_t stream), BY_STUB(hipLaunchKernel, LAUNCH_KERNEL, false, .flags = 0))

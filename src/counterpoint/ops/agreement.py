@@ -14,7 +14,6 @@ starts anew, under new keys. Whether the group's messages still arrive after a t
 not).
 """
 
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar, final
 
@@ -29,7 +28,7 @@ from counterpoint.value import Value
 OUT_OF_STEP = "out of step"  # key of the reason
 REFUSED = "refused"  # key of the number of refusals; followed by a rank's number, key of that rank's refusals
 MAX_REFUSED = 64  # a rank's latest refusals, kept for ranks that have not reached those calls
-Made = TypeVar("Made")
+Content = TypeVar("Content")
 GAVE_UP = b"\0gave up"  # content of a round that will not complete; no other content begins like it
 
 
@@ -81,7 +80,7 @@ class Agreement:
         If a rank has a problem with what all propose, this raises `RefusedTogetherError`, and the ranks stay in step.
         """
         notice = msgspec.structs.replace(proposal, problem=self.named(proposal.problem))
-        proposals = [msgspec.json.decode(text, type=CallNotice) for text in self.exchange(msgspec.json.encode(notice))]
+        proposals = exchange_values(self, notice, CallNotice)
         for other in proposals:
             if 0 < other.refused_call < self.num_calls:  # the host is ahead of the GPU, which waits in the refused call
                 self._hear_of(other.problem, self._exchange.num_rounds)
@@ -194,16 +193,6 @@ class Agreement:
             )
 
 
-def share_obstacles(made: Sequence[Made | str], exchange: Callable[[object], list[bytes]]) -> list[Made | str]:
-    """Return what this rank made. If a rank has a text instead, which says why it made nothing, every rank gets that
-    text.
-
-    All ranks call it with the same number of entries; of several texts for one entry, the first rank's counts.
-    `exchange` returns every rank's JSON, in the order of ranks.
-    """
-    own = [each if isinstance(each, str) else "" for each in made]
-    everyone = [msgspec.json.decode(text, type=list[str]) for text in exchange(own)]
-    return [
-        next((obstacle for obstacle in found if obstacle), each)
-        for each, found in zip(made, zip(*everyone, strict=True), strict=True)
-    ]
+def exchange_values(agreement: Agreement, own: Content, kind: type[Content]) -> list[Content]:
+    """Return every rank's value of this kind, in the order of ranks; values travel as JSON."""
+    return [msgspec.json.decode(text, type=kind) for text in agreement.exchange(msgspec.json.encode(own))]

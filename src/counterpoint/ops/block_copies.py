@@ -18,7 +18,7 @@ from counterpoint.schedule.expert_layout import Counts
 from counterpoint.units import MIB
 
 SYMBOL = "cuMemcpyBatchAsync_v2"  # from CUDA 13.0 on
-LEAST_BATCH = 4  # most blocks copied by one driver call
+LEAST_BATCH = 4  # fewer blocks are copied one by one
 MOST_JOINED_BYTES = 16 * MIB  # chosen, not measured
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 ARGUMENTS = (POINTER, POINTER, POINTER, SIZE, POINTER, POINTER, SIZE, POINTER)

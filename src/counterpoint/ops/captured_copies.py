@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import final
 
-import msgspec
 import torch
 from cuda.bindings import driver as cu
 
@@ -17,10 +16,11 @@ from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, are_in_turn, cut, obstacle_of
 from counterpoint.cuda.driver import Handle, check
 from counterpoint.cuda.driver_graph import StandIn
-from counterpoint.errors import CounterpointError, DeviceError, cause_of
-from counterpoint.ops.agreement import share_obstacles
+from counterpoint.errors import DeviceError, cause_of
+from counterpoint.ops.agreement import exchange_values
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
 from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Recorder
+from counterpoint.ops.replacements import places_of, replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.signals import Flags, Signals
 from counterpoint.value import Value
@@ -43,7 +43,7 @@ class DirectCopies:
     """The replacements of one group's collectives; all ranks create it together, for the same collectives in the same
     order.
 
-    `stand_ins` holds for each collective its replacement, or why there is none. `is_in_turn`: on this rank no two of
+    `made` holds for each collective its replacement, or why there is none. `is_in_turn`: on this rank no two of
     them run at once, so they can share the rows that they sum.
     """
 
@@ -56,9 +56,9 @@ class DirectCopies:
         self._rows: list[torch.Tensor] = []
         self._flags: Flags | None = None
         self._graphs: list[Handle] = []  # all that were recorded, also those that another rank cannot use
-        self.stand_ins: list[StandIn | str] = []
+        self.made: list[StandIn | str] = []
         try:
-            self.stand_ins = self._make(collectives, is_in_turn)
+            self.made = self._make(collectives, is_in_turn)
         except BaseException:
             self.close()
             raise
@@ -75,7 +75,7 @@ class DirectCopies:
             self._landing(each, obstacle or (problem if length else ""))
             for each, obstacle, length in zip(parts, obstacles, lengths, strict=True)
         ]
-        everyone = [msgspec.json.decode(text, type=list[Landing]) for text in self._exchange(own)]
+        everyone = exchange_values(self._runtime.agreement, own, list[Landing])
         self._flags = flags = Flags(
             self._runtime.group, self._device, self._runtime.agreement, (0,) * (NUM_FLAGS * len(collectives))
         )
@@ -83,10 +83,7 @@ class DirectCopies:
             self._stand_in(Recorder(self._rank, self._peers, Signals(flags), NUM_FLAGS * number), each, landings)
             for number, (each, landings) in enumerate(zip(parts, zip(*everyone, strict=True), strict=True))
         ]
-        return share_obstacles(made, self._exchange)
-
-    def _exchange(self, content: object) -> list[bytes]:
-        return self._runtime.agreement.exchange(msgspec.json.encode(content))
+        return share_obstacles(made, self._runtime.agreement)
 
     def _allocate(self, lengths: Sequence[int], is_in_turn: bool) -> tuple[list[torch.Tensor | None], str]:
         """Allocate memory for the rows of each collective, with this many bytes a row, 0 for none; or return none at
@@ -156,7 +153,7 @@ class DirectCopies:
             freeing.callback(self._rows.clear)
             while self._graphs:
                 freeing.callback(_destroy, self._graphs.pop())
-            self.stand_ins = []
+            self.made = []
             torch.cuda.synchronize(self._device)
 
 
@@ -170,25 +167,10 @@ def offer_copies(captured: Captured) -> None:
 
     All ranks call it together, before they tune or apply. Raises `PlanError` if they captured different steps.
     """
-    captured.agree("")
-    by_group: dict[str, list[int]] = {}
-    for number, issued in enumerate(captured.collectives):
-        by_group.setdefault(issued.group.group_name, []).append(number)
     nodes = captured.graph.nodes()
-    stand_ins: dict[int, StandIn | str] = {}
-    device = torch.device("cuda", torch.cuda.current_device())
-    for numbers in by_group.values():
-        collectives = [captured.collectives[number] for number in numbers]
-        places = [[captured.graph.number_of(handle) for handle in issued.nodes] for issued in collectives]
-        known = [[place for place in of_one if place is not None] for of_one in places]
-        found: list[StandIn | str]
-        try:
-            in_turn = are_in_turn(nodes, [place for of_one in known for place in of_one])
-            copies = DirectCopies(collectives, device, is_in_turn=in_turn)
-            captured.keep(copies.close)
-            found = copies.stand_ins
-        except CounterpointError as problem:  # which every rank of the group sees
-            found = [str(problem).rstrip(".")] * len(numbers)
-        for of_one, made in zip(known, found, strict=True):
-            stand_ins |= dict.fromkeys(of_one, made)
-    captured.graph.offer_copies(stand_ins)
+
+    def make(collectives: Sequence[IssuedCollective], device: torch.device) -> DirectCopies:
+        places = [place for issued in collectives for place in places_of(captured, issued)]
+        return DirectCopies(collectives, device, is_in_turn=are_in_turn(nodes, places))
+
+    captured.graph.offer_copies(replace_collectives(captured, make))

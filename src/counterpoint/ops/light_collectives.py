@@ -8,17 +8,17 @@ memory once, before anything is replayed, as they do for copies (`captured_copie
 from collections.abc import Sequence
 from typing import final
 
-import msgspec
 import torch
 
 from counterpoint.controls import MOST_LIGHT_CTAS, MOST_LIGHT_RANKS
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, cut, obstacle_of
 from counterpoint.cuda.driver_graph import LightLaunch
-from counterpoint.errors import CounterpointError, DeviceError
-from counterpoint.ops.agreement import share_obstacles
+from counterpoint.errors import DeviceError
+from counterpoint.ops.agreement import exchange_values
 from counterpoint.ops.light_kernels import PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
 from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
+from counterpoint.ops.replacements import replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.symmetric import SymmetricMemory
 from counterpoint.value import Value
@@ -40,7 +40,7 @@ class Reach(Value, frozen=True, kw_only=True):
 class LightCollectives:
     """The launches of one group's collectives; all ranks create it together, for the same collectives in the same order.
 
-    `launches` holds for each collective its replacement, or why there is none.
+    `made` holds for each collective its replacement, or why there is none.
     """
 
     def __init__(self, collectives: Sequence[IssuedCollective], device: torch.device) -> None:
@@ -51,9 +51,9 @@ class LightCollectives:
         self._memory = PeerMemory()
         self._flags: SymmetricMemory | None = None
         self._counts: torch.Tensor | None = None
-        self.launches: list[LightLaunch | str] = []
+        self.made: list[LightLaunch | str] = []
         try:
-            self.launches = self._make(collectives)
+            self.made = self._make(collectives)
         except BaseException:
             self.close()
             raise
@@ -63,16 +63,13 @@ class LightCollectives:
             return [self._runtime.obstacle] * len(collectives)
         blocks = [cut(issued, self._rank, self._num_ranks) for issued in collectives]
         own = [self._reach(*each) for each in zip(collectives, blocks, strict=True)]
-        everyone = [msgspec.json.decode(text, type=list[Reach]) for text in self._exchange(own)]
+        everyone = exchange_values(self._runtime.agreement, own, list[Reach])
         self._make_flags(len(collectives))
         made = [
             self._launch(number, *each)
             for number, each in enumerate(zip(collectives, blocks, zip(*everyone, strict=True), strict=True))
         ]
-        return share_obstacles(made, self._exchange)
-
-    def _exchange(self, content: object) -> list[bytes]:
-        return self._runtime.agreement.exchange(msgspec.json.encode(content))
+        return share_obstacles(made, self._runtime.agreement)
 
     def _make_flags(self, num_collectives: int) -> None:
         """Allocate flags by collective, setting rank and CTA, and counts by collective and CTA."""
@@ -81,7 +78,7 @@ class LightCollectives:
         self._flags.local.zero_()
         self._counts = torch.zeros(num_collectives * MOST_LIGHT_CTAS, dtype=torch.int32, device=self._device)
         torch.cuda.synchronize(self._device)
-        self._exchange("flags at rest")  # no rank sets a flag before they are there
+        self._runtime.agreement.exchange(b"flags at rest")  # no rank sets a flag before they are there
 
     def _reach(self, issued: IssuedCollective, blocks: Blocks) -> Reach:
         obstacle = obstacle_of(issued, self._num_ranks) or _obstacle_to_light(issued, self._num_ranks)
@@ -159,7 +156,7 @@ class LightCollectives:
     def close(self) -> None:
         """Free all memory when running work has ended; no graph that holds a launch may run any more."""
         torch.cuda.synchronize(self._device)
-        self.launches = []
+        self.made = []
         self._memory.close()
         self._flags = self._counts = None
 
@@ -180,20 +177,4 @@ def offer_light_kernels(captured: Captured) -> None:
 
     All ranks call it together, before they tune or apply. Raises `PlanError` if they captured different steps.
     """
-    captured.agree("")
-    device = torch.device("cuda", torch.cuda.current_device())
-    launches: dict[int, LightLaunch | str] = {}
-    by_group: dict[str, list[IssuedCollective]] = {}
-    for issued in captured.collectives:
-        by_group.setdefault(issued.group.group_name, []).append(issued)
-    for collectives in by_group.values():
-        try:
-            light = LightCollectives(collectives, device)
-            captured.keep(light.close)
-            found: list[LightLaunch | str] = light.launches
-        except CounterpointError as problem:  # which every rank of the group sees
-            found = [str(problem).rstrip(".")] * len(collectives)
-        for issued, made in zip(collectives, found, strict=True):
-            places = [captured.graph.number_of(handle) for handle in issued.nodes]
-            launches |= {place: made for place in places if place is not None}
-    captured.graph.offer_light_kernels(launches)
+    captured.graph.offer_light_kernels(replace_collectives(captured, LightCollectives))

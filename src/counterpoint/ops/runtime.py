@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from counterpoint.errors import OperatorError, RefusedTogetherError, ScheduleError
 from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
-from counterpoint.ops.agreement import Agreement, CallNotice
+from counterpoint.ops.agreement import Agreement, CallNotice, exchange_values
 from counterpoint.ops.collectives import Collectives, Ranks, Sequential
 from counterpoint.ops.expert_group import ExpertGroup
 from counterpoint.ops.graph_cache import is_capturing, refuse_in_capture
@@ -102,8 +102,7 @@ class Runtime:
         self.agreement = Agreement(group, f"{device.type}")
         self._watchdog = MessageWatchdog(group, self.agreement.overheard)
         self.machine, self.machine_name = _machine_of(device)
-        own = msgspec.json.encode(location_of(device, self.machine_name))
-        self.locations = [msgspec.json.decode(each, type=RankLocation) for each in self.agreement.exchange(own)]
+        self.locations = exchange_values(self.agreement, location_of(device, self.machine_name), RankLocation)
         self.transport, self.obstacle = self._open_transport()
 
     @property

@@ -29,7 +29,7 @@ class DurableMatches:
         """Return the same directives without operation numbers: one per match that is needed, in the order of the step."""
         return tuple(replace(directive, match=match) for directive in directives for match in self._matches_of(directive))
 
-    def matches(self, operations: Iterable[int], controls: Sequence[Control] = ()) -> tuple[Match, ...]:
+    def matches(self, operations: Iterable[int], controls: Sequence[Control]) -> tuple[Match, ...]:
         """Return the widest matches that together accept these operations, each of them once, and no other."""
         left = dict.fromkeys(sorted(set(operations)))
         found: list[Match] = []

@@ -103,7 +103,7 @@ class EstimatedSchedule(Value, frozen=True, kw_only=True):
 
 
 class ScheduleSummary(EstimatedSchedule, frozen=True, kw_only=True):
-    """The schedule of an operator, for programs. It is None if the description is `sequential`."""
+    """The figures of `schedule show`, for programs. `schedule` is None if the description is `sequential`."""
 
     problem: Problem
     dtype: DataType
@@ -121,7 +121,8 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
     if direction == "backward":
         description = backward_description(problem.operation, description)
     sequential_us = estimate_sequential(problem, machine, direction=direction)
-    schedule, estimated_us, lanes = None, sequential_us, _sequential_lanes(question)
+    sequential_lanes = _sequential_lanes(question)
+    schedule, estimated_us, lanes = None, sequential_us, sequential_lanes
     if not description.is_sequential:
         schedule = make_schedule(problem, description, direction)
         check_schedule(schedule)
@@ -141,10 +142,10 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         computation_us=computation_us(problem, machine, direction=direction),
         ideal_us=estimate_ideal(problem, machine, direction=direction),
         candidates=rank_candidates(problem, machine, direction),
-        traffic=traffic_of(schedule, question.rank, question.problem.element_bytes) if schedule else Traffic(),
+        traffic=traffic_of(schedule, question.rank, problem.element_bytes) if schedule else Traffic(),
         checks=tuple(name for name, _ in CHECKS) if schedule else (),
         lanes=lanes,
-        sequential_lanes=_sequential_lanes(question),
+        sequential_lanes=sequential_lanes,
         bounds=bounds_for(machine, problem.num_ranks, "copy schedules"),
         schedule=schedule,
     )

@@ -102,7 +102,7 @@ def _summary(
     trials: tuple[Trial, ...] = (),
     remarks: tuple[str, ...] = (),
 ) -> Summary:
-    """Return sequential, as traced, the simulated rows and the ideals, in this order."""
+    """Return the figures of a command; rows are sequential, as traced, the simulated ones and the ideals, in this order."""
     bounds = bounds_for(job.machine, job.step.num_ranks, "traces" if job.traced else "sizes alone")
     first = []
     if job.traced is not None:

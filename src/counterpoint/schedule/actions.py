@@ -16,7 +16,7 @@ from typing import Literal
 
 from counterpoint.errors import ScheduleError
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.schedule.routing import Routing
+from counterpoint.schedule.routing import MAX_RANKS, Routing
 from counterpoint.value import Value, require
 
 ExpertOperation = Literal["dispatch_grouped_matmul", "grouped_matmul_combine", "expert_ffn"]  # uneven blocks, by a routing
@@ -137,9 +137,9 @@ class Problem(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require(
-            1 <= self.num_ranks <= 64,
+            1 <= self.num_ranks <= MAX_RANKS,
             ScheduleError,
-            f"A schedule must have 1 to 64 ranks; found {self.num_ranks}. Name the ranks of one node.",
+            f"A schedule must have 1 to {MAX_RANKS} ranks; found {self.num_ranks}. Name the ranks of one node.",
         )
         for name in ("num_rows", "num_inner", "num_columns", "element_bytes"):
             number = getattr(self, name)

@@ -14,7 +14,7 @@ from counterpoint.errors import ScheduleError, shown_path
 from counterpoint.files import read_limited
 from counterpoint.value import Value, decode_json, require
 
-MAX_RANKS = 64  # as for a Problem
+MAX_RANKS = 64  # of any schedule
 MAX_ROWS = 1 << 40  # a larger number is a typing error
 MAX_EXPERTS = 1 << 16
 RoutingKind = Literal["balanced", "zipf", "one-hot"]

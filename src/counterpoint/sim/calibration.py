@@ -28,7 +28,7 @@ MOST_BYTES_OF_FEW = 8 * MIB  # to a peer: NCCL's send-and-receive kernels are sl
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
 TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
-MEASURED_GPU = "NVIDIA H200"  # the only GPU with which the simulator was compared
+MEASURED_GPU = "NVIDIA H200"  # BASE by its full name, as PyTorch gives it
 PowerFigure = Literal[
     "limit_w",
     "idle_w",

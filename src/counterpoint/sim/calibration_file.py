@@ -299,11 +299,11 @@ def save_calibration(calibration: Calibration, path: Path | str) -> None:
 
 
 def _without_assumed(calibration: Calibration) -> dict[str, object]:
-    """Return the file's text before its points; for another GPU than the H200, only measured constants."""
+    """Return what the file holds before its points; for another GPU than the H200, only measured constants."""
     found: dict[str, object] = {"device_name": calibration.device_name, "conditions": calibration.conditions}
-    is_own = calibration.device_name != load_calibration().device_name
+    is_elsewhere = calibration.device_name != load_calibration().device_name
     for name, entry in constants_of(calibration).items():
-        if is_own and entry.status == "assumed":
+        if is_elsewhere and entry.status == "assumed":
             continue
         group, _, key = name.partition(".")
         if key:

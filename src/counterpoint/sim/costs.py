@@ -282,16 +282,16 @@ class CostModel:
         multiplied are under way. `saturation_bytes_in_flight` is what an SM takes in during one latency.
         """
         footprint = kernel.footprint
-        has_tiles = bool(constants.saturation_bytes_in_flight) and footprint.shared_bytes >= LEAST_TILE_BYTES
+        in_flight = constants.saturation_bytes_in_flight if footprint.shared_bytes >= LEAST_TILE_BYTES else None
         saturation_warps = constants.saturation_warps
         is_ordinary = kernel.element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None
-        if has_tiles and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
+        if in_flight and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
             saturation_warps = self._calibration.fp32_saturation_warps.value
         by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
-        if not has_tiles or not constants.saturation_bytes_in_flight:
+        if not in_flight:
             return by_warps
         number, stage_bytes = tile_stages(kernel)
-        return min(by_warps, (constants.saturation_bytes_in_flight / stage_bytes + 1) / max(1.0, number - 1))
+        return min(by_warps, (in_flight / stage_bytes + 1) / max(1.0, number - 1))
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""

@@ -62,7 +62,6 @@ class Reports:
         self._num_gathered = 0
         self.latest: list[RoundReport] = []  # of every rank
         self.last_end = order_step  # steps that had ended when the last gathered round was over
-        self.delay = 0  # steps by which the gathering came later
 
     def gather(self, step: int) -> list[tuple[int, list[TurnTimes]]]:
         """Return the rounds that all ranks have reported since the last call, each with the slowest rank's turns."""
@@ -75,7 +74,6 @@ class Reports:
             self._num_gathered += 1
             self.latest = [msgspec.json.decode(text, type=RoundReport) for text in texts]
             self.last_end = self._end_of_round(self._num_gathered)
-            self.delay = step - self.last_end
             found.append((number, slowest_rank([report.turns for report in self.latest])))
         return found
 

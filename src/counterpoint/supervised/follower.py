@@ -190,7 +190,7 @@ class Follower:
         self.lockstep.extend(FOREVER)
 
     def _end(self, problem: str) -> Announcement:
-        """On rank 0: tell all ranks to return to the unmodified job."""
+        """Return the answer that sends all ranks back to the unmodified job, for good."""
         pending = self._next_answer()
         start = max(self.step, self.lockstep.earliest_start, self._listens_from)
         if pending is not None:

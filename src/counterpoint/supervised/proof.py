@@ -190,10 +190,10 @@ def refused(refusals: Iterable[Refusal]) -> list[ControlProof]:
 
 def _prove_setting(control: Control, functions: Sequence[SeenFunction]) -> ControlProof:
     """Prove a control that is no rule of the filter, from the launched kernels."""
-    everything = "all collectives"
     collectives = [function for function in functions if is_communication("kernel", function.name)]
     num_launches = sum(function.num_launches for function in collectives)
-    found, reason, state, num_applied = "", "", "verified", num_launches
+    state: State = "verified"
+    found, reason, num_applied = "", "", num_launches
     if not isinstance(control, CommunicationCtas):
         state, reason, num_applied = "refused", control.refused_by["job"], 0
     elif not collectives:
@@ -207,8 +207,8 @@ def _prove_setting(control: Control, functions: Sequence[SeenFunction]) -> Contr
             state, reason, num_applied = "failed", "the process group was created with other limits", 0
     engagement = Engagement(
         control=control.tag,
-        target=everything,
-        state=state,  # type: ignore[arg-type]
+        target="all collectives",
+        state=state,
         asked=control.describe(),
         found=found,
         reason=reason,

@@ -175,7 +175,7 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
     """Read what the filters and the agent left in the folder. Never raises: the job has ended with its own status."""
     damaged: list[str] = []
     translation, settings = asked
-    record = _read_or_note(directory / RECORD_FILE, lambda: read_record(directory), damaged)
+    record = _read_or_note(directory / RECORD_FILE, lambda _: read_record(directory), damaged)
     plan, setting = request.plan, settings.given
     if request.is_tuning:
         plan, setting = (record.plan or Plan(), record.setting) if record else (Plan(), UNCHANGED)
@@ -190,15 +190,16 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
         return prove_setting(state, plan, setting, kept, is_tuned=request.is_tuning)
 
     def prove_without_launches(path: Path) -> ProcessProof | None:
-        kept = read_totals(directory, int(path.name.partition(".")[0]))
+        pid = int(path.name.partition(".")[0])
+        kept = read_totals(directory, pid)
         applied = tuple(prove_paths(kept)) if kept.setting == setting else ()
-        return ProcessProof(pid=int(path.name.partition(".")[0]), rank=kept.rank, num_launches=0, applied=applied)
+        return ProcessProof(pid=pid, rank=kept.rank, num_launches=0, applied=applied)
 
-    found = [_read_or_note(path, lambda path=path: prove(path), damaged) for path in block_paths(directory)]  # type: ignore[misc]
+    found = [_read_or_note(path, prove, damaged) for path in block_paths(directory)]
     proofs = [proof for proof in found if proof is not None]
     launched = {f"{proof.pid}.totals.json" for proof in proofs}
     others = [path for path in totals_paths(directory) if path.name not in launched]
-    found = [_read_or_note(path, lambda path=path: prove_without_launches(path), damaged) for path in others]  # type: ignore[misc]
+    found = [_read_or_note(path, prove_without_launches, damaged) for path in others]
     proofs += [proof for proof in found if proof is not None and proof.applied]
     return RunOutcome(
         ended=ended,
@@ -212,10 +213,10 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
     )
 
 
-def _read_or_note(path: Path, read: Callable[[], T], damaged: list[str]) -> T | None:
+def _read_or_note(path: Path, read: Callable[[Path], T], damaged: list[str]) -> T | None:
     """Return what a file holds; if it cannot be read, add its name and the reason to `damaged`."""
     try:
-        return read()
+        return read(path)
     # the disk was full, the process was killed during the write, or another program overwrote it
     except Exception as problem:
         damaged.append(f"{path.name}: {reason_of(problem)}")

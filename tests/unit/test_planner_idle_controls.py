@@ -9,7 +9,7 @@ from counterpoint.controls import CommunicationCtas, Control, Priority, Residenc
 from counterpoint.errors import PlanError, StepError
 from counterpoint.machine import load_machine
 from counterpoint.plan import Directive, Match, Plan
-from counterpoint.planner.idle import review_plan
+from counterpoint.planner.idle_controls import review_plan
 from counterpoint.workloads import load_workload
 from helpers.command import counterpoint, refusal
 from helpers.toy_steps import H200, all_reduce, step_of
