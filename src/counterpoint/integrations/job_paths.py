@@ -11,13 +11,14 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint.cuda.ranks import OLDEST_TORCH
@@ -61,6 +62,8 @@ class TorchJobPaths(AbstractJobPaths):
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
+        self._num_calls = 0  # when `trains` was last asked
+        self._of_parallel_model: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()  # looked at once
 
     def prepare(self) -> None:
         """See `AbstractJobPaths.prepare`. The survey reports what is not supported."""
@@ -136,6 +139,17 @@ class TorchJobPaths(AbstractJobPaths):
     def why_apart(self) -> str:
         """See `AbstractJobPaths.why_apart`."""
         return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
+
+    def trains(self, optimizer: object) -> bool:
+        """See `AbstractJobPaths.trains`. Either its parameters are those of a parallel model, or a collective that can be
+        switched ran since the last call.
+        """
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if optimizer not in self._of_parallel_model:
+            self._of_parallel_model[optimizer] = _is_of_parallel_model(optimizer)
+        earlier = self._num_calls
+        self._num_calls = sum(counts[0] + counts[3] for counts in self._count().values())
+        return self._of_parallel_model[optimizer] or self._num_calls > earlier
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -251,6 +265,14 @@ def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [module for module in modules if isinstance(module, DistributedDataParallel)]
+
+
+def _is_of_parallel_model(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a parameter is split among ranks, or is one of a DDP model."""
+    parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    return any(isinstance(each, DTensor) for each in parameters.values()) or any(
+        id(each) in parameters for model in _data_parallel(_modules()) for each in model.parameters()
+    )
 
 
 def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -119,6 +119,13 @@ class AbstractJobPaths(ABC):
         """
         return ""
 
+    def trains(self, optimizer: object) -> bool:
+        """Return whether this optimizer, which has just stepped, trains what can be switched, as it then does on all ranks.
+
+        One of a model that a rank has for itself, such as a linear probe, does not.
+        """
+        return True
+
     @abstractmethod
     def drop(self, integrations: Sequence[Integration]) -> None:
         """Leave these to the library for good, because some rank could not prepare them."""

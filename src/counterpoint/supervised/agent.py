@@ -3,11 +3,11 @@ job.
 
 `in_job/sitecustomize.py` registers it with torch's optimizers; `counterpoint.step()` calls it directly. A step is the
 interval between two calls of `step()` on the first optimizer seen. Other optimizers are ignored until one of them takes
-`SUCCEEDS_AFTER` steps in which the first takes none: from then on it marks the steps. After the first call of
-`counterpoint.step()` all are ignored. If the agent fails, it ends and the job goes on: it empties the filter's table,
-prints one line with the reason, and the job runs unchanged. If ranks switch paths together, the failed rank keeps
-switching until rank 0 has ended it for all. The agent needs torch only after an optimizer was created or a step has
-ended, when the job has loaded it anyway.
+`SUCCEEDS_AFTER` steps in which the first takes none: from then on it marks the steps. Where paths are switched, only
+those that train what is switched can do so. After the first call of `counterpoint.step()` all are ignored. If the agent
+fails, it ends and the job goes on: it empties the filter's table, prints one line with the reason, and the job runs
+unchanged. If ranks switch paths together, the failed rank keeps switching until rank 0 has ended it for all. The agent
+needs torch only after an optimizer was created or a step has ended, when the job has loaded it anyway.
 """
 
 import atexit
@@ -110,12 +110,21 @@ class JobAgent:
         if self._is_retired or self._has_marks:
             return
         if self._optimizer is None or self._optimizer() is not optimizer:
+            if not self._is_step_of_job(optimizer):
+                return
             self._others[optimizer] = self._others.get(optimizer, 0) + 1
             if self._optimizer is not None and self._others[optimizer] < SUCCEEDS_AFTER:
                 return
             self._optimizer = weakref.ref(optimizer)
         self._others.clear()
         self._step_ended()
+
+    def _is_step_of_job(self, optimizer: object) -> bool:
+        try:
+            return self._tuner is None or self._tuner.is_step_of_job(optimizer)
+        except Exception as problem:  # as in `_step_ended`
+            self._retire(problem)
+            return False
 
     def mark_step(self) -> None:
         """Handle the end of a step that the job's code marks."""

@@ -122,6 +122,12 @@ class LiveTuner:
             self._stop(reason)
         return bool(reason)
 
+    def is_step_of_job(self, optimizer: object) -> bool:
+        """Return whether a step of an optimizer that does not mark steps may do so: where paths are switched, ranks have to
+        count alike.
+        """
+        return not self._follower.lockstep.is_on or self._job.paths.trains(optimizer)
+
     def optimizer_made(self) -> None:
         """Handle a new optimizer, perhaps for a model that was not seen yet."""
         self._looks_for_models = True

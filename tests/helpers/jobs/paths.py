@@ -6,8 +6,8 @@ KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ran
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
-around all steps), `uneven` (join() around the later steps, of which rank 1 has more) or `penalized` (gradients are
-differentiated again).
+around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `probed` (rank 0 alone trains another
+model between two steps) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -33,6 +33,7 @@ import stock_jobs
 from integration_sections import spread_experts
 
 NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 1, 2, 4 and 8
+PROBED_AFTER, NUM_PROBE_STEPS = 3, 30  # the guard of a plan switches paths after 10 steps
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
 
@@ -89,6 +90,15 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
     return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
+def train_probe(num_steps: int) -> None:
+    """Train a model of this rank alone."""
+    probe = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(probe.parameters(), 0.1)
+    for _ in range(num_steps):
+        probe(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
 def loss_of(model: nn.Module, batch: torch.Tensor, *, is_penalized: bool) -> torch.Tensor:
     loss = model(batch).float().square().mean()
     if is_penalized:
@@ -127,6 +137,7 @@ def train(kind: str, variant: str) -> None:
         if second is not None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
+        train_probe(NUM_PROBE_STEPS if (variant, step, rank) == ("probed", PROBED_AFTER, 0) else 0)
         if variant == "late" and step == WRAPPED_AFTER:
             model = DistributedDataParallel(model.module)
             optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
