@@ -325,3 +325,13 @@ def test_the_proof_of_a_path_says_how_many_calls_needed_no_buffer_and_how_many_w
     assert (proof.num_applied, proof.engagement.found) == (1200, "1 MiB sent, 0 B held, 1,100 replayed")
     (other,) = prove_paths(Totals(paths=(replace(counts, num_replayed=0, num_in_place=7),)))
     assert other.engagement.found == "1 MiB sent, 0 B held, 7 in place"
+
+
+def test_an_operator_that_runs_the_librarys_collective_is_in_effect_and_an_original_module_is_not() -> None:
+    counts = PathCounts(control="overlap_matmul", target="linears", num_by_library=12, num_in_operators=10, reason="small")
+    (proof,) = prove_paths(Totals(paths=(counts,)))
+    assert (proof.num_applied, proof.num_matched, proof.engagement.state) == (10, 12, "verified")
+    assert proof.engagement.found == "0 B sent, 0 B held, 10 by the library within operators"
+    (original,) = prove_paths(Totals(paths=(replace(counts, num_in_operators=0),)))
+    assert (original.num_applied, original.engagement.state) == (0, "failed")
+    assert original.engagement.reason == "all 12 calls stayed with the library: small"

@@ -44,8 +44,9 @@ from counterpoint.units import format_count
 
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
 Key = tuple[str, str]  # a control's tag, and its target
-Counts = tuple[int, ...]  # calls by copies, those of them in place, those replayed, calls by the library, bytes
-NONE: Counts = (0, 0, 0, 0, 0)
+# calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes
+Counts = tuple[int, ...]
+NONE: Counts = (0, 0, 0, 0, 0, 0)
 
 
 @final
@@ -186,7 +187,7 @@ class TorchJobPaths(AbstractJobPaths):
         reasons = {key: counted.library_reason for key, counted in self._counting()}
         found = []
         for control, target in paths.targets:
-            by_copies, in_place, replayed, by_library, num_bytes = tally.get((control, target), NONE)
+            by_copies, in_place, replayed, by_library, in_operators, num_bytes = tally.get((control, target), NONE)
             found.append(
                 PathCounts(
                     control=control,
@@ -195,6 +196,7 @@ class TorchJobPaths(AbstractJobPaths):
                     num_in_place=in_place,
                     num_replayed=replayed,
                     num_by_library=by_library,
+                    num_in_operators=in_operators,
                     num_bytes=num_bytes,
                     symmetric_bytes=symmetric_bytes,
                     reason=reasons.get((control, target), ""),
@@ -229,10 +231,11 @@ class TorchJobPaths(AbstractJobPaths):
 
 def _tally_of(counted: Counting) -> Counts:
     if isinstance(counted, tensor_parallel.Overlapped):
-        num_in_place, num_replayed = 0, counted.num_replayed
+        num_in_place, num_replayed, num_in_operators = 0, counted.num_replayed, counted.num_in_operators
     else:
-        num_in_place, num_replayed = counted.num_in_place, 0
-    return counted.num_by_copies, num_in_place, num_replayed, counted.num_by_library, counted.num_bytes
+        num_in_place, num_replayed, num_in_operators = counted.num_in_place, 0, 0
+    by_library = counted.num_by_library, num_in_operators
+    return counted.num_by_copies, num_in_place, num_replayed, *by_library, counted.num_bytes
 
 
 def _add(one: Counts, other: Counts) -> Counts:

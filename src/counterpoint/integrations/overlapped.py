@@ -20,7 +20,7 @@ from counterpoint.ops.operator_call import CallCounts, calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
 
-Figures = tuple[int, int, int, int]  # calls by copies, calls by the library, bytes, calls that were replayed
+Figures = tuple[int, int, int, int, int]  # calls by copies, by the library, bytes, replayed calls, original modules
 
 
 @final
@@ -56,6 +56,13 @@ class Overlapped:
     def num_by_library(self) -> int:
         """The number of operator calls, forward and backward, that ran the library's collective."""
         return self._since(1)
+
+    @property
+    def num_in_operators(self) -> int:
+        """The number of calls by the library in which an operator ran the library's collective, and not the original
+        module.
+        """
+        return self._since(1) - self._since(4)
 
     @property
     def library_reason(self) -> str:
@@ -205,7 +212,7 @@ def _put_back(held: dict[Any, Any], exchanged: tuple[Any, Any, Any]) -> None:
 
 
 def _figures(counts: CallCounts) -> Figures:
-    return counts.num_by_copies, counts.num_by_library, counts.num_bytes, counts.num_replayed
+    return counts.num_by_copies, counts.num_by_library, counts.num_bytes, counts.num_replayed, counts.num_original
 
 
 def _shortened(names: Iterable[str]) -> str:

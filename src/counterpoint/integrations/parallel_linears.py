@@ -231,7 +231,7 @@ def _runs_originally(activation: tuple[Sequence[int], int, int], route: Route) -
     """
     reason = why_not_multiplied(*activation)
     if reason and not torch.compiler.is_compiling():
-        calls_of(route.group_name).add_library(reason)
+        calls_of(route.group_name).add_library(reason, is_original=True)
     return bool(reason)
 
 

@@ -76,8 +76,9 @@ UNKNOWN_OFFERS = (
 class PathCounts(Value, frozen=True, kw_only=True):
     """The counts of one control on one rank while certain paths were applied.
 
-    `num_in_place` of those by copies needed no flat buffer, and `num_replayed` were replayed from recordings. `num_bytes`
-    were sent by copies. `reason` is why the library did most of the others. `symmetric_bytes` is the symmetric memory that
+    `num_in_place` of those by copies needed no flat buffer, and `num_replayed` were replayed from recordings.
+    `num_in_operators` of those by the library ran in an operator, which had replaced a module. `num_bytes` were sent by
+    copies. `reason` is why the library did most of the others. `symmetric_bytes` is the symmetric memory that
     this rank's GPU holds for all of them now.
     """
 
@@ -87,10 +88,18 @@ class PathCounts(Value, frozen=True, kw_only=True):
     num_in_place: int = 0
     num_replayed: int = 0
     num_by_library: int = 0
+    num_in_operators: int = 0
     num_bytes: int = 0
     symmetric_bytes: int = 0
     reason: str = ""
     problem: str = ""
+
+    @property
+    def num_applied(self) -> int:
+        """The calls on which the control took effect. An operator whose rows are too small for copies runs the library's
+        collective, but not the module that it replaced.
+        """
+        return self.num_by_copies + self.num_in_operators
 
 
 class AbstractJobPaths(ABC):

@@ -32,22 +32,33 @@ class TorchPass(NamedTuple):
 @final
 class CallCounts:
     """Calls of operators so far, forward and backward: the calls whose rows were copied, how many of them were replayed from
-    recordings, and the bytes that they sent from this rank; the calls that ran the library's collective, and their number
-    by reason. `most_kept_bytes`: the most that one forward call of experts made for its backward pass.
+    recordings, and the bytes that they sent from this rank; the calls that ran the library's collective, their number by
+    reason, and how many of them ran a module as it originally is. `most_kept_bytes`: the most that one forward call of
+    experts made for its backward pass.
 
     A call counts where the operator runs, so code made by torch.compile counts as well. A CUDA graph that holds a call
     counts once, when it is captured.
     """
 
-    __slots__ = ("by_reason", "most_kept_bytes", "num_by_copies", "num_by_library", "num_bytes", "num_replayed")
+    __slots__ = (
+        "by_reason",
+        "most_kept_bytes",
+        "num_by_copies",
+        "num_by_library",
+        "num_bytes",
+        "num_original",
+        "num_replayed",
+    )
 
     def __init__(self) -> None:
-        self.num_by_copies = self.num_replayed = self.num_by_library = self.num_bytes = self.most_kept_bytes = 0
+        self.num_by_copies = self.num_replayed = self.num_bytes = self.most_kept_bytes = 0
+        self.num_by_library = self.num_original = 0
         self.by_reason: dict[str, int] = {}
 
-    def add_library(self, reason: str) -> None:
-        """Count a call that ran the library's collective."""
+    def add_library(self, reason: str, *, is_original: bool = False) -> None:
+        """Count a call that ran the library's collective, in an operator or in a module as it originally is."""
         self.num_by_library += 1
+        self.num_original += is_original
         self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
 
     def note_kept(self, num_bytes: int) -> None:

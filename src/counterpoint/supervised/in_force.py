@@ -109,7 +109,7 @@ class InForce:
         """Record which of the table's controls took effect in the turn that ends; one effect in any turn counts."""
         for counts in self._counts_of(self._setting.paths):
             key = (counts.control, counts.target)
-            if counts.num_by_copies:
+            if counts.num_applied:
                 self._proofs[key] = None
             elif self._proofs.get(key, counts) is not None:
                 self._proofs[key] = Refusal(control=counts.control, target=counts.target, reason=why_no_copies(counts))

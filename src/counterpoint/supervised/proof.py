@@ -66,18 +66,20 @@ def prove_process(state: FilterState, plan: Plan, totals: Totals) -> ProcessProo
 
 
 def prove_paths(totals: Totals) -> list[ControlProof]:
-    """Return each control of the applied paths: calls that went by copies, of all calls."""
+    """Return each control of the applied paths: calls on which it took effect, of all calls."""
     counted = totals.paths or tuple(PathCounts(control=tag, target=name) for tag, name in totals.setting.paths.targets)
     return [_prove_path(counts) for counts in counted]
 
 
 def _prove_path(counts: PathCounts) -> ControlProof:
-    is_met = counts.num_by_copies > 0
+    is_met = counts.num_applied > 0
     found = f"{format_bytes(counts.num_bytes)} sent, {format_bytes(counts.symmetric_bytes)} held"
     if counts.num_in_place:
         found += f", {counts.num_in_place:,} in place"
     if counts.num_replayed:
         found += f", {counts.num_replayed:,} replayed"
+    if counts.num_in_operators:
+        found += f", {counts.num_in_operators:,} by the library within operators"
     engagement = Engagement(
         control=counts.control,
         target=counts.target,
@@ -87,7 +89,7 @@ def _prove_path(counts: PathCounts) -> ControlProof:
         reason="" if is_met else why_no_copies(counts),
     )
     num_calls = counts.num_by_copies + counts.num_by_library
-    return ControlProof(engagement=engagement, num_matched=num_calls, num_applied=counts.num_by_copies)
+    return ControlProof(engagement=engagement, num_matched=num_calls, num_applied=counts.num_applied)
 
 
 def why_no_copies(counts: PathCounts) -> str:

@@ -102,7 +102,7 @@ def tensor_parallel_without_memory() -> None:
         )
     assert all("runs the library's collective: Rank" in line for line in said), said
     assert said
-    assert overlapped.num_by_library > 0
+    assert overlapped.num_in_operators == overlapped.num_by_library > 0
     assert_equal(results_of(block), wanted)
     assert overlapped.num_by_copies >= 2 * counted
     ops.release()
