@@ -225,3 +225,16 @@ def test_bitwise_refuses_a_plan_of_sums_before_the_job_starts(kind: str, tmp_pat
     assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
     assert len(ended.stderr.splitlines()) == 1
     assert "--bitwise excludes controls that sum in another order" in ended.stderr
+
+
+def test_operators_that_run_the_librarys_collective_are_in_effect(tmp_path: Path) -> None:
+    plan = Plan(
+        verdict="GAIN",
+        directives=(Directive(match=Match(kind="communication"), controls=(OverlapMatmul(),), reason="test"),),
+    )
+    save_plan(plan, tmp_path / "plan.toml")
+    ended = start(COUNTERPOINT, "run", "--strict", "--plan", tmp_path / "plan.toml", "--", *job(2, "tp"))
+    assert ended.returncode == 0, ended.stderr
+    found = row(ended, "tensor-parallel linears")
+    assert "0 B sent" in found
+    assert "by the library within operators" in found, "the heuristic leaves blocks this small to the library"
