@@ -229,7 +229,7 @@ def experts(
     """Draw the schedule of an operator for experts.
 
     Tokens are sent to their experts and back beside grouped matmuls. The estimated time stands beside the sequential time
-    and the ideal. Without --groups, a table chooses the number by the bytes that one rank sends to another.
+    and the ideal. Without --groups, a table chooses the number by the bytes that ranks exchange.
     """
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.expert_schedule import ExpertQuestion, print_experts, summarize_experts  # noqa: PLC0415
