@@ -97,6 +97,7 @@ class Exchange:
 
     def current(self) -> None: ...
     def as_torch(self, _name: str) -> None: ...
+    def placed_rows(self, _rows: object) -> None: ...
     def follow(self, name: str, event: object) -> None:
         importlib.import_module("counterpoint.ops.expert_streams").cu.cuStreamWaitEvent(name, event, 0)
 
@@ -137,19 +138,15 @@ def send_rows(sending: Any, gathered: Any, ends: Any, firsts: Any = None, part: 
     ends.copy_(torch.from_numpy(counts[:, sending.rank].sum(0).cumsum()) * bool(has_room[sending.rank]))
 
 
-def outbox_of(copies: Any, exchange: Exchange, rows: Any, tokens: Any, *, were_ready: bool = False) -> Any:
-    outbox = copies.Outbox(exchange, copies.ExpertRegion.DISPATCH, rows.format.num_bytes)
-    outbox.ready(tokens, were_ready=were_ready)
-    return outbox
-
-
 @pytest.mark.parametrize("were_ready", [False, True])
 def test_rows_that_were_ready_before_the_counts_do_not_wait_for_what_was_issued_since(copies: Any, were_ready: bool) -> None:
-    rows = MagicMock()
-    rows.format.num_bytes = 8
-    group = Group(2, copies.NUM_FLAGS, 1)
-    outbox = outbox_of(copies, Exchange(group, 0), rows, torch.zeros(1, WIDTH), were_ready=were_ready)
-    outbox.send(0, {1: (np.array([0]), np.array([0]), np.array([1]))})
+    exchanges, layouts = (
+        importlib.import_module(f"counterpoint.{name}") for name in ("ops.expert_exchange", "schedule.expert_layout")
+    )
+    layout = layouts.ExpertLayout(np.array([[[0], [1]], [[0], [0]]]), 0, 1)  # one row, to the other rank
+    rows = exchanges.Rows(layout, exchanges.RowFormat(WIDTH, torch.float32, torch.device("cpu")), MagicMock())
+    exchange, tokens = Exchange(Group(2, copies.NUM_FLAGS, 1), 0), torch.zeros(1, WIDTH)
+    copies.CopyDispatch(exchange, copies.ExpertRegion.DISPATCH, rows, tokens, were_ready=were_ready)
     (waited,) = copies.cu.cuStreamWaitEvent.call_args_list
     assert waited.args[1] == ("counted" if were_ready else "ready")
     assert copies.cu.cuEventRecord.called != were_ready
@@ -183,8 +180,7 @@ def test_rows_reach_their_experts_and_come_back(
         monkeypatch.setattr(importlib.import_module("counterpoint.ops.block_copies"), "MOST_JOINED_BYTES", joined_bytes)
         group.number += 1
         sent = [
-            copies.CopyDispatch(exchange, rows, outbox_of(copies, exchange, rows, tokens), tokens)
-            for exchange, rows, tokens in ranks
+            copies.CopyDispatch(exchange, copies.ExpertRegion.DISPATCH, rows, tokens) for exchange, rows, tokens in ranks
         ]
         all_tokens = [tokens for _, _, tokens in ranks]
         arrived = [
@@ -241,7 +237,7 @@ def test_tokens_sent_ahead_arrive_or_are_given_up_by_all_ranks(
     kernels.Sending = namedtuple("Sending", "rank rows landed addresses")  # type: ignore[attr-defined]
     kernels.send_rows = send_rows  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    for name in ("send_ahead", "await_ahead", "end_ahead", "dispatch", "_ends_of", "_on_gpu", "_placed_rows"):
+    for name in ("send_ahead", "await_ahead", "end_ahead", "dispatch", "_ends_of", "_on_gpu", "placed_rows"):
         monkeypatch.setattr(Exchange, name, getattr(copies.ExpertCopies, name), raising=False)
     exchanges, ahead, layouts = (
         importlib.import_module(f"counterpoint.{name}")
