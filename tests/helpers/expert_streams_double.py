@@ -12,7 +12,8 @@ import torch
 
 OWN_COUNTS = -1  # the address of this rank's counts
 ROW_BYTES = 512
-RESULTS, RETURNED = 2, 3  # the region of results, and the place to which a rank fetches those of its tokens
+# the region of results, the place to which a rank fetches those of its tokens, and the first of the places of what it sends
+RESULTS, RETURNED, GIVEN = 2, 3, 4
 
 
 def begin_of(rank: int, region: int) -> int:
@@ -54,7 +55,8 @@ class ModelledRank:
         values = {"rank": rank, "_num_ranks": streams.num_ranks, "peers": peers, "device": torch.device("cpu")}
         doubles = {name: MagicMock() for name in ("_order", "_watch", "_pool")}
         state = {"_placed": None, "_is_open": False, "_is_ahead": False, "_have_met": False, "awaits_peers": False}
-        counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_on_host": np.zeros(9), "_counts_address": 0}
+        counts = {"_counts_place": 0, "_counts_row_bytes": 16, "_counts_address": 0}
+        counts["_counts_on_host"] = np.zeros(2 * streams.num_ranks)
         events = {name: [None] for name in ("ready", "counted")}
         made.__dict__.update(values | doubles | state | counts | events, signals=self, blocks=self, streams=self)
         self.ends, made._vectors = {"by kernel": [None]}, {(): None}
@@ -126,12 +128,11 @@ class ModelledRank:
             for target, source, num_bytes in zip(*(each.tolist() for each in blocks), strict=True)
             for row in range(0, num_bytes, ROW_BYTES)
         ]
-        call, is_fetched = self.call, stream == "fetching"
+        call = self.call
 
         def act() -> None:
             for target, source in pairs:
-                if is_fetched:
-                    self.check(source, call)
+                self.check(source, call)
                 self.streams.memory[target] = call
 
         for _ in range(2):  # a copy takes a while
@@ -174,7 +175,7 @@ class ModelledRank:
             self.streams.issue(self.rank, "compute", lambda address=address: self.check(address, call))
 
     def check(self, address: int, call: int) -> None:
-        place = address >> 40, address >> 32 & 3, (address & 0xFFFFFFFF) // ROW_BYTES
+        place = address >> 40, address >> 32 & 7, (address & 0xFFFFFFFF) // ROW_BYTES
         found = self.streams.memory.get(address)
         assert found == call, f"(rank, region, row) {place} is of call {found} when call {call} reads it"
 
@@ -184,6 +185,7 @@ class ModelledRank:
         self.call, self.layout = call, layout
         counts = MagicMock(nbytes=8, itemsize=8, shape=(1,))
         counts.data_ptr.return_value = OWN_COUNTS
+        self.write(self.given(0), call, "compute")
         self.copier.gather(counts, 1000, self.send_ahead if is_ahead else lambda _: None)
 
     def place(self) -> None:
@@ -234,14 +236,21 @@ class ModelledRank:
             for group in layout.groups[firsts[region] :]:
                 self.read_group(region, group)
             each.join()
+            self.write(self.given(region), "another tensor", "compute")
         if ahead in ("first", "both"):
             self.read_ahead()
             self.copier.end_ahead()
         self.copier.end()
 
     def dispatch(self, region: int, rows: Any, first: int) -> Any:
-        source = torch.zeros(1)
+        if not first:
+            self.write(self.given(region), self.call, "compute")
+        source = SimpleNamespace(data_ptr=lambda: begin_of(self.rank, GIVEN + region))
         return self.copier.dispatch(self.copies.ExpertRegion(region), rows, source, were_ready=first > 0, first=first)
+
+    def given(self, region: int) -> list[int]:
+        """The addresses of the rows that this rank sends to a region."""
+        return [begin_of(self.rank, GIVEN + region) + row * ROW_BYTES for row in range(self.layout.num_tokens)]
 
     def receive(self, sent: Any, region: int, group: Any, first: int) -> None:
         """Read a group's rows; then the rest is sent, as `AheadDispatch.send_rest` does."""

@@ -32,7 +32,7 @@ def exchange(parts: UnevenParts, *after: int, wait_us: float = 0.0) -> Collectiv
         stream=1,
         collective="all_to_all",
         num_bytes=max(sum(parts.sent_bytes), sum(parts.received_bytes)),
-        group_size=2,
+        group_size=len(parts.sent_bytes),
         process_group="ep",
         parts=parts,
         peer_wait_us=wait_us,
@@ -53,7 +53,8 @@ def kernel(name: str, *after: int, lone_us: float = 100.0) -> Kernel:
 
 
 def step_of(*operations: Operation) -> Step:
-    return Step(name="experts", num_ranks=2, operations=operations)
+    num_ranks = max(each.group_size for each in operations if isinstance(each, Collective))
+    return Step(name="experts", num_ranks=num_ranks, operations=operations)
 
 
 def expert_step(out: UnevenParts = OUT, back: UnevenParts = BACK, matmul_us: float = 900.0) -> Step:
@@ -92,11 +93,30 @@ def test_all_but_the_first_or_last_groups_rows_travel_beside_matmuls() -> None:
     found = [ExpertModel(step, costs, CALIBRATION).estimate(index) for index in (2, 8)]
     exposed_us = [each.exposed_us for each in found if isinstance(each, ExpertExchange)]
     assert exposed_us[0] == pytest.approx(costs.copied_us(dispatch) / 6)  # 4 groups, 1 to 2 to 2 to 1, for 300 MB
-    assert exposed_us[1] == pytest.approx(costs.copied_us(combine) / 6 + 800e6 / costs.hbm_bytes_per_s * 1e6)
+    assert exposed_us[1] == pytest.approx(costs.copied_us(combine) / 6), "own results are copied beside the last group's"
     before = measure(Simulator().run(step, H200, LEAVE_IT))
     after = measure(Simulator().run(step, H200, experts_plan(step)))
     hidden_us = costs.lone_us(dispatch) + costs.lone_us(combine) - sum(exposed_us)
     assert before.makespan_us - after.makespan_us == pytest.approx(450.0 + hidden_us, rel=0.05)
+
+
+def test_own_results_that_take_longer_than_the_last_groups_way_back_are_exposed() -> None:
+    out = UnevenParts(sent_bytes=(2_000_000_000, 200_000_000), received_bytes=(2_000_000_000, 90_000_000), group_rank=0)
+    back = UnevenParts(sent_bytes=out.received_bytes, received_bytes=out.sent_bytes, group_rank=0)
+    costs = CostModel(H200, CALIBRATION)
+    found = ExpertModel(expert_step(out, back), costs, CALIBRATION).estimate(8)
+    assert isinstance(found, ExpertExchange)
+    assert found.exposed_us == pytest.approx(2 * 2e9 / costs.hbm_bytes_per_s * 1e6)
+
+
+def test_the_busiest_port_of_a_rank_counts_beside_its_busiest_pair() -> None:
+    """Nine ranks: 30 MiB for each pair are enough only because a rank sends, or receives, eight times as much."""
+    few, many = (0, *[1 << 20] * 8), (0, *[30 << 20] * 8)
+    for sent, received, is_enough in ((many, few, True), (few, many, True), ((0, 30 << 20, *[0] * 7), few, False)):
+        out = UnevenParts(sent_bytes=sent, received_bytes=received, group_rank=0)
+        back = UnevenParts(sent_bytes=received, received_bytes=sent, group_rank=0)
+        found = ExpertModel(expert_step(out, back), CostModel(H200, CALIBRATION), CALIBRATION).estimate(2)
+        assert isinstance(found, ExpertExchange) == is_enough, found
 
 
 def test_short_matmuls_hide_as_much_as_they_take() -> None:

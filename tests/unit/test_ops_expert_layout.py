@@ -195,7 +195,14 @@ def test_the_size_of_a_call_is_that_of_the_busiest_pair_and_the_busiest_port(
 
 @pytest.mark.parametrize(
     ("pair_mib", "forward", "with_gradients", "ahead"),
-    [(11, 0, 0, "all"), (16, 1, 0, "all"), (24, 2, 0, "parts"), (38, 4, 1, "parts"), (120, 4, 4, "first")],
+    [
+        (11, 0, 0, "all"),
+        (16, 1, 0, "all"),
+        (24, 2, 0, "parts"),
+        (33, 2, 0, "parts"),
+        (38, 4, 1, "parts"),
+        (120, 4, 4, "first"),
+    ],
 )
 def test_between_four_ranks_the_mean_of_pair_and_port_gives_the_groups_and_the_port_what_goes_ahead(
     pair_mib: int, forward: int, with_gradients: int, ahead: str
@@ -204,6 +211,8 @@ def test_between_four_ranks_the_mean_of_pair_and_port_gives_the_groups_and_the_p
     assert expert_routing.pick_pieces(size, None, 32, has_gradients=False) == forward
     assert expert_routing.pick_pieces(size, None, 32, has_gradients=True) == with_gradients
     assert expert_choice.sent_ahead(size, 4, 0.4, has_beside=False) == ahead
+    in_one_group = expert_choice.sent_ahead(size, 1, 0.4, has_beside=False)
+    assert in_one_group == ("all" if 3 * pair_mib < 320 else "nothing")
 
 
 @pytest.mark.parametrize(

@@ -337,9 +337,13 @@ def test_lent_memory_outlives_a_pool_of_the_job_that_is_current(
     gc.collect()
     assert not num_ended, "torch would end the process"
     symmetric.allocator.enter_job_pool(False)
+    if is_closed:
+        pool.replace(64, "A test", has_captured=False)
+        gc.collect()
+        assert len(num_ended) == 1, "the next call frees it"
     pool.close()
     gc.collect()
-    assert len(num_ended) == 1
+    assert len(num_ended) == 1 + is_closed
     assert pool.num_bytes() == 0
 
 

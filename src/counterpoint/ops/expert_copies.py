@@ -13,7 +13,7 @@ places: when a rank writes to one again, all others have begun the exchange betw
 share a hardware queue cannot deadlock.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -188,10 +188,7 @@ class ExpertCopies(AbstractExpertCopies):
         self, region: ExpertRegion, rows: Rows, source: torch.Tensor, *, were_ready: bool = False, first: int = 0
     ) -> AbstractDispatch:
         """See `AbstractExpertExchange.dispatch`."""
-        outbox = Outbox(self, region, rows.format.num_bytes)
-        outbox.ready(source, were_ready=were_ready)
-        placed = self._placed_rows(rows) if were_ready else None
-        return CopyDispatch(self, rows, outbox, source, placed=placed, first=first)
+        return CopyDispatch(self, region, rows, source, were_ready=were_ready, first=first)
 
     def place_ahead(self, tokens: torch.Tensor, gathered: torch.Tensor) -> None:
         """See `AbstractExpertCopies.place_ahead`."""
@@ -209,7 +206,7 @@ class ExpertCopies(AbstractExpertCopies):
         """See `AbstractExpertCopies.drop_placed`."""
         self._placed, self._have_met = None, False
 
-    def _placed_rows(self, rows: Rows) -> "Placed | None":
+    def placed_rows(self, rows: Rows) -> "Placed | None":
         """Return this rank's own rows of the present call, if they were placed and are still there."""
         placed, self._placed = self._placed, None
         return placed if placed and rows.layout.num_rows <= placed.most_rows else None
@@ -322,75 +319,32 @@ class Placed(NamedTuple):
 
 
 @final
-class Outbox:
-    """What this rank sends in one direction of a call: blocks of rows, then a flag for each piece."""
-
-    def __init__(self, exchange: ExpertCopies, region: ExpertRegion, row_bytes: int) -> None:
-        self._exchange, self.region, self._row_bytes = exchange, region, row_bytes
-        self._ready = exchange.ready  # the event that copies of the current rows follow
-        self._has_sent = False
-        self._sources: list[torch.Tensor] = []  # kept until the copies are joined
-        self.num_bytes = 0
-
-    def ready(self, rows: torch.Tensor, *, were_ready: bool = False) -> None:
-        """Declare these rows ready on the current stream, for what is sent until the next call; or, if they were ready
-        before the last counts were gathered, since then.
-        """
-        exchange = self._exchange
-        self._sources.append(rows)
-        self._ready = exchange.counted if were_ready else exchange.ready
-        if not were_ready:
-            check("Readying rows", cu.cuEventRecord(self._ready, exchange.streams.current()))
-        if self._has_sent:
-            exchange.streams.follow(SENDING, self._ready)
-
-    def send(self, number: int, blocks: Mapping[int, tuple[Counts, Counts, Counts]]) -> None:
-        """Copy blocks of the ready rows to peers, as the piece of that number. `blocks`, by peer, are the first rows there,
-        the first rows in the peer's region, and the numbers of rows.
-        """
-        exchange, size, source = self._exchange, self._row_bytes, self._sources[-1].data_ptr()
-        handle = exchange.streams.named(SENDING)
-        if not self._has_sent:
-            exchange.streams.follow(SENDING, self._ready)
-            if exchange.awaits_peers:
-                exchange.signals.wait(BEGUN, exchange.peers, handle)
-            self._has_sent = True
-        addresses = {}
-        for peer, (first, placed, num_rows) in blocks.items():
-            target = exchange.address(self.region, peer)
-            addresses[peer] = BlockAddresses(placed * size + target, first * size + source, num_rows * size)
-        for peers, copied in requests(addresses):
-            exchange.blocks.copy(copied, handle)
-            exchange.signals.raise_to(arrived_flag(self.region, number), peers, handle)
-            self.num_bytes += int(copied.num_bytes.sum())
-
-    def join(self) -> None:
-        """Let the current stream wait until all is sent."""
-        self._exchange.streams.join([SENDING] * self._has_sent)
-        self._sources.clear()
-
-
-@final
 class CopyDispatch(AbstractDispatch):
-    """Copies blocks to their places in the peers' memory, each piece announced by a flag; a kernel puts this rank's own
-    rows there.
+    """Copies blocks to their places in the peers' memory, a flag behind each piece; a kernel puts this rank's own rows
+    there.
     """
 
     def __init__(
         self,
         exchange: ExpertCopies,
+        region: ExpertRegion,
         rows: Rows,
-        outbox: Outbox,
         source: torch.Tensor,
         *,
-        placed: Placed | None = None,
+        were_ready: bool = False,
         first: int = 0,
     ) -> None:
-        """`outbox` has the source ready. `placed`: own rows that are there. `first`: the first group to send; if that is not
-        0, own rows are there, too. Then the other groups follow by `send_rest`.
+        """`source` is ready on the current stream, or was before the last counts were gathered. `first`: the first group to
+        send; if that is not 0, own rows are there. Then, or if own rows were placed, the other groups follow by `send_rest`.
         """
-        self._exchange, self._rows, self._outbox, self._region = exchange, rows, outbox, outbox.region
-        self._landed = exchange.region(self._region, rows.format, rows.layout.num_rows)
+        self._exchange, self._region, self._rows = exchange, region, rows
+        self._source: torch.Tensor | None = source  # kept until the copies are joined
+        self._has_sent = False
+        self._ready = exchange.counted if were_ready else exchange.ready
+        if not were_ready:
+            check("Readying rows", cu.cuEventRecord(self._ready, exchange.streams.current()))
+        placed = exchange.placed_rows(rows) if were_ready else None
+        self._landed = exchange.region(region, rows.format, rows.layout.num_rows)
         self._unsent: int | None = first + 1  # the first group that was not sent
         self._send(first, self._unsent)
         if placed is not None:
@@ -413,8 +367,8 @@ class CopyDispatch(AbstractDispatch):
 
     def join(self) -> None:
         """See `AbstractDispatch.join`."""
-        self._outbox.join()
-        self.num_sent_bytes = self._outbox.num_bytes
+        self._exchange.streams.join([SENDING] * self._has_sent)
+        self._source = None
 
     def send_rest(self) -> None:
         """See `AbstractDispatch.send_rest`."""
@@ -425,9 +379,27 @@ class CopyDispatch(AbstractDispatch):
     def _send(self, first: int, last: int | None) -> None:
         layout = self._rows.layout
         for number in layout.numbers(first, last):
-            blocks = {peer: layout.block_arrays(layout.rank, peer, number) for peer in layout.receivers(number)}
-            if blocks:
-                self._outbox.send(number, blocks)
+            if peers := layout.receivers(number):
+                self._send_group(number, peers)
+
+    def _send_group(self, number: int, peers: Sequence[int]) -> None:
+        exchange, layout, size = self._exchange, self._rows.layout, self._rows.format.num_bytes
+        handle = exchange.streams.named(SENDING)
+        if not self._has_sent:
+            exchange.streams.follow(SENDING, self._ready)
+            if exchange.awaits_peers:
+                exchange.signals.wait(BEGUN, exchange.peers, handle)
+            self._has_sent = True
+        assert self._source is not None, "nothing is sent after join()"
+        blocks, source = {}, self._source.data_ptr()
+        for peer in peers:
+            sent, placed, num_rows = layout.block_arrays(layout.rank, peer, number)
+            target = exchange.address(self._region, peer)
+            blocks[peer] = BlockAddresses(placed * size + target, sent * size + source, num_rows * size)
+        for announced, copied in requests(blocks):
+            exchange.blocks.copy(copied, handle)
+            exchange.signals.raise_to(arrived_flag(self._region, number), announced, handle)
+            self.num_sent_bytes += int(copied.num_bytes.sum())
 
     def _put_own(self, source: torch.Tensor) -> None:
         if not self._rows.layout.num_own:

@@ -137,14 +137,15 @@ class ExpertModel:
 
     def _exposed_us(self, layer: ExpertLayer, collective: Collective, num_groups: int, *, is_combine: bool) -> float:
         """Return the exposed time: the copy of the first or last group's rows, or what the other groups' matmuls do not hide
-        if that is more; plus the copy of results to their rows."""
+        if that is more; or the copy of own results beside the last group's.
+        """
         copied_us = self._costs.copied_us(collective)
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls)
         share = 1 / num_parts_of(num_groups)
         hidden_us = matmuls_us * (1 - share)
-        placed_bytes = 2 * sum(collective.parts.received_bytes) if is_combine and collective.parts else 0
-        placed_us = US_PER_S * placed_bytes / self._costs.hbm_bytes_per_s
-        return max(copied_us * share, copied_us - hidden_us) + placed_us
+        own_bytes = 2 * collective.parts.kept_bytes if is_combine and collective.parts else 0  # read, and written
+        own_us = US_PER_S * own_bytes / self._costs.hbm_bytes_per_s
+        return max(copied_us * share, copied_us - hidden_us, own_us)
 
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
         """Return the layer's next matmul after these, which needs their results."""
