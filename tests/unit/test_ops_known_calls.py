@@ -138,7 +138,8 @@ def test_calls_that_were_replayed_are_counted_among_those_by_copies(monkeypatch:
         ops.all_gather_matmul(left, weight)
     assert (overlapped.num_by_copies, overlapped.num_replayed) == (3, 2)
     assert "3 calls by copies (2 replayed from recordings), which sent 15 B" in str(overlapped)
-    assert job_paths._tally_of(overlapped) == (3, 0, 2, overlapped.num_by_library, 15)
+    assert overlapped.num_in_operators == overlapped.num_by_library == 1, "the first call, on one rank"
+    assert job_paths._tally_of(overlapped) == (3, 0, 2, 1, 1, 15)
 
 
 def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(
