@@ -188,7 +188,7 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.counts`."""
         tally = self._tally() if paths == self._in_force else self._tallies.get(paths, {})
         symmetric_bytes = sum(pool.num_bytes for pool in pool_report())
-        reasons = {key: counted.library_reason for key, counted in self._counting()}
+        reasons = {key: reason for key, counted in self._counting() if (reason := counted.library_reason)}
         found = []
         for control, target in paths.targets:
             by_copies, in_place, replayed, by_library, in_operators, num_bytes = tally.get((control, target), NONE)

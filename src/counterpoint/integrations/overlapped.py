@@ -130,6 +130,12 @@ class Overlapped:
         self.taken.append(name)
         self.exchange_forward(module, run)
 
+    def leave_counts_to(self, others: Iterable["Overlapped"]) -> None:
+        """Leave the counts of groups to these, where they count them already."""
+        for each in others:
+            for group_name in each._counts:
+                self._counts.pop(group_name, None)
+
     def exchange_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Give a module another `forward`; `undo` leaves it if the job has wrapped it since: off, it runs the original."""
         earlier = vars(module).get("forward")
