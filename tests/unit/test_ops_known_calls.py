@@ -124,6 +124,29 @@ def test_calls_that_the_library_ran_across_hosts_are_counted_with_the_reason(mon
     assert f"2 calls by the library ({ACROSS})" in str(overlapped)
 
 
+def test_linears_and_experts_of_one_group_are_counted_apart() -> None:
+    """Otherwise the one would prove that the other ran."""
+    overlapped = pytest.importorskip("counterpoint.integrations.overlapped").Overlapped
+    linears, experts = overlapped(is_on=True), overlapped(is_on=True, of_experts=True)
+    name = dist.group.WORLD.group_name
+    for each in (linears, experts):
+        each.take("up", torch.nn.Linear(2, 2), lambda: None, name)
+    ops.all_gather_matmul(torch.randn(4, 3), torch.randn(3, 2))
+    operator_call.expert_calls_of(name).num_by_copies += 1
+    assert (linears.num_by_copies, linears.num_by_library) == (0, 1)
+    assert (experts.num_by_copies, experts.num_by_library) == (1, 0)
+
+
+def test_of_two_models_in_one_group_the_first_counts_the_calls_of_both() -> None:
+    overlapped = pytest.importorskip("counterpoint.integrations.overlapped").Overlapped
+    first, second = overlapped(is_on=True), overlapped(is_on=True)
+    for each in (first, second):
+        each.take("up", torch.nn.Linear(2, 2), lambda: None, dist.group.WORLD.group_name)
+    second.leave_counts_to([first])
+    ops.all_gather_matmul(torch.randn(4, 3), torch.randn(3, 2))
+    assert (first.num_by_library, second.num_by_library) == (1, 0)
+
+
 def test_calls_that_were_replayed_are_counted_among_those_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     overlapped = pytest.importorskip("counterpoint.integrations.overlapped").Overlapped(is_on=True)
     job_paths = pytest.importorskip("counterpoint.integrations.job_paths")

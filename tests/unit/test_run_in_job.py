@@ -4,10 +4,14 @@ import gc
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from counterpoint.integrations import job_paths
 from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE, SUCCEEDS_AFTER, JobAgent
 from counterpoint.supervised.environment import IN_JOB
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, read_record, write_settings
@@ -201,6 +205,13 @@ class Optimizer:
     """All that the agent knows of one."""
 
 
+@dataclass
+class OptimizerOfValues:
+    """Like one, but compared by its values."""
+
+    rate: float = 0.1
+
+
 def counting_agent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[JobAgent, list[object]]:
     counted: list[object] = []
     agent = JobAgent(folder)
@@ -233,6 +244,32 @@ def test_optimizers_that_take_turns_do_not_succeed_each_other(tmp_path: Path, mo
         for optimizer in (*optimizers, optimizers[-1]):
             agent.optimizer_stepped(optimizer)
     assert len(counted) == 5
+
+
+def test_optimizers_that_cannot_be_hashed_mark_and_succeed_as_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data class that compares by value has no hash, and two of them are equal."""
+    agent, counted = counting_agent(tmp_path, monkeypatch)
+    first, second, third = (OptimizerOfValues() for _ in range(3))
+    for optimizer in (first, second, third, second, third):
+        agent.optimizer_stepped(optimizer)
+    assert len(counted) == 1
+    agent.optimizer_stepped(second)
+    assert len(counted) == 2
+
+
+def test_an_optimizer_is_looked_at_only_if_it_would_mark_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for its model takes long, and a job may have an optimizer for each parameter."""
+    agent, counted = counting_agent(tmp_path, monkeypatch)
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(8)]
+    agent.optimizer_stepped(optimizers[0])
+    monkeypatch.setattr(agent, "_tuner", SimpleNamespace(is_step_of_job=job_paths.TorchJobPaths().trains))
+    monkeypatch.setattr(job_paths, "_modules", lambda: pytest.fail("looked for models"))
+    for _ in range(5):
+        for optimizer in optimizers:
+            agent.optimizer_stepped(optimizer)
+    assert len(counted) == 6
 
 
 def test_marking_a_step_by_hand_outside_of_a_job_does_nothing() -> None:

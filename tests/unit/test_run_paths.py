@@ -202,13 +202,14 @@ def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: 
     assert row(ended, "all-reduces").rstrip().endswith("verified")
 
 
+@pytest.mark.parametrize("variant", ["probed", "features"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "bare"])
 def test_ranks_stay_together_while_one_of_them_trains_a_model_of_its_own(
-    kind: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+    kind: str, variant: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
 ) -> None:
-    ended = run_planned(kind, tmp_path, *job(2, f"{kind}:probed"))
+    ended = run_planned(kind, tmp_path, *job(2, f"{kind}:{variant}"))
     assert ended.returncode == 0, ended.stderr
-    assert results(ended.stdout)[f"{kind}:probed"][0] == references(2)[f"{kind}:hand"][0], "bit for bit"
+    assert results(ended.stdout)[f"{kind}:{variant}"][0] == references(2)[f"{kind}:hand"][0], "bit for bit"
 
 
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:

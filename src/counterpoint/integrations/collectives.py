@@ -45,7 +45,7 @@ from counterpoint.integrations.paths import COPIED_KINDS, WORDS
 from counterpoint.integrations.piecewise import Piece, PiecewiseCopies
 from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
 from counterpoint.ops.graph_cache import is_capturing
-from counterpoint.step import CollectiveKind
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import require
 
 Group: TypeAlias = dist.ProcessGroup
@@ -95,6 +95,11 @@ class ReplacedCollectives:
     def large_kinds(self) -> tuple[CollectiveKind, ...]:
         """The kinds of called collectives that were large enough for copies, whether copies did them or not."""
         return tuple(kind for kind, number in self._num_large.items() if number)
+
+    @property
+    def num_large_sums(self) -> int:
+        """The number of called reduce-scatters and all-reduces that were large enough for copies, done by either."""
+        return sum(self._num_large[kind] for kind in REDUCING_COLLECTIVES if kind in self._num_large)
 
     def __repr__(self) -> str:
         """Describe the counts of collectives by copies and by the library, and for which kinds copies are on."""

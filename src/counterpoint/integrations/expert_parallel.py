@@ -51,7 +51,7 @@ def overlap(
     if some of them are already overlapped.
     """
     _check_arguments(module, schedule)
-    overlapped = Overlapped(is_on=is_on, noun="expert layer", keeps_tokens=keeps_tokens)
+    overlapped = Overlapped(is_on=is_on, of_experts=True, keeps_tokens=keeps_tokens)
     options = {"schedule": schedule, "keeps_tokens": keeps_tokens}
     found = [(name, each) for name, each in module.named_modules() if spread_by(each) is not None]
     overlapped.require_new(module.named_modules(), OVERLAPPED)

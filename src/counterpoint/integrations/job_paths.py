@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from counterpoint.cuda.ranks import OLDEST_TORCH
 from counterpoint.errors import reason_of
@@ -63,8 +64,8 @@ class TorchJobPaths(AbstractJobPaths):
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
-        self._num_calls = 0  # when `trains` was last asked
-        self._of_parallel_model: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()  # looked at once
+        self._num_large_sums = 0  # when `trains` was last asked
+        self._of_parallel_model = WeakIdKeyDictionary()  # optimizers that were looked at, and what was found
 
     def prepare(self) -> None:
         """See `AbstractJobPaths.prepare`. The survey reports what is not supported."""
@@ -141,16 +142,19 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.why_apart`."""
         return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
 
-    def trains(self, optimizer: object) -> bool:
-        """See `AbstractJobPaths.trains`. Either its parameters are those of a parallel model, or a collective that can be
-        switched ran since the last call.
+    def trains(self, optimizer: object, *, is_due: bool) -> bool:
+        """See `AbstractJobPaths.trains`. Its parameters are those of a parallel model; in a job with collectives of its own,
+        a large sum, as of gradients, ran since the last call. Other calls say nothing: models also run without training.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
+        if self._own_kinds and self._replaced is not None:
+            earlier, self._num_large_sums = self._num_large_sums, self._replaced.num_large_sums
+            return self._num_large_sums > earlier
+        if not is_due:
+            return True
         if optimizer not in self._of_parallel_model:
             self._of_parallel_model[optimizer] = _is_of_parallel_model(optimizer)
-        earlier = self._num_calls
-        self._num_calls = sum(counts[0] + counts[3] for counts in self._count().values())
-        return self._of_parallel_model[optimizer] or self._num_calls > earlier
+        return bool(self._of_parallel_model[optimizer])
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -184,7 +188,7 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.counts`."""
         tally = self._tally() if paths == self._in_force else self._tallies.get(paths, {})
         symmetric_bytes = sum(pool.num_bytes for pool in pool_report())
-        reasons = {key: counted.library_reason for key, counted in self._counting()}
+        reasons = {key: reason for key, counted in self._counting() if (reason := counted.library_reason)}
         found = []
         for control, target in paths.targets:
             by_copies, in_place, replayed, by_library, in_operators, num_bytes = tally.get((control, target), NONE)
@@ -271,10 +275,14 @@ def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel
 
 
 def _is_of_parallel_model(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a parameter is split among ranks, or is one of a DDP model."""
+    """Return whether a parameter is split among ranks, or is one of a DDP model. One without parameters may be this rank's
+    part of an optimizer that others have, too.
+    """
     parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    return any(isinstance(each, DTensor) for each in parameters.values()) or any(
-        id(each) in parameters for model in _data_parallel(_modules()) for each in model.parameters()
+    return (
+        not parameters
+        or any(isinstance(each, DTensor) for each in parameters.values())
+        or any(id(each) in parameters for model in _data_parallel(_modules()) for each in model.parameters())
     )
 
 

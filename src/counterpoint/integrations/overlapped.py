@@ -16,7 +16,7 @@ from counterpoint.integrations.lane_collectives import require_switch, warn_from
 from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput
 from counterpoint.integrations.switched_hooks import Switch, unless_local
-from counterpoint.ops.operator_call import CallCounts, calls_of
+from counterpoint.ops.operator_call import CallCounts, calls_of, expert_calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
 
@@ -27,14 +27,15 @@ Figures = tuple[int, int, int, int, int]  # calls by copies, by the library, byt
 class Overlapped:
     """The state of `overlap`: names of the modules it took, and of those it refused with the reason.
 
-    `noun` says what these modules are: linears, or experts of a layer. Counts cover the groups in which they
-    communicate, since `overlap`: all operators of these groups, including those of other models. Calls while it is off
-    are not counted, because compiled code then contains nothing of Counterpoint's.
+    The modules are linears, or experts of layers. Counts cover the groups in which they communicate, since `overlap`: all
+    operators for linears, or for experts, in these groups, including those of other models. Calls while it is off are not
+    counted, because compiled code then contains nothing of Counterpoint's.
     """
 
-    def __init__(self, *, is_on: bool, noun: str = "linear", keeps_tokens: bool = False) -> None:
+    def __init__(self, *, is_on: bool, of_experts: bool = False, keeps_tokens: bool = False) -> None:
         require_switch(is_on=is_on, keeps_tokens=keeps_tokens)
-        self._noun, self._keeps_tokens = noun, keeps_tokens
+        self._noun, self._keeps_tokens = "expert layer" if of_experts else "linear", keeps_tokens
+        self._calls_of = expert_calls_of if of_experts else calls_of
         self.taken: list[str] = []
         self.refused: dict[str, str] = {}
         self.switch = Switch(is_on=is_on)
@@ -124,10 +125,16 @@ class Overlapped:
 
     def take(self, name: str, module: nn.Module, run: Callable[..., Any], group_name: str) -> None:
         """Give a module another `forward`, whose operators run in this group."""
-        counts = calls_of(group_name)
+        counts = self._calls_of(group_name)
         self._counts.setdefault(group_name, (counts, _figures(counts), Counter(counts.by_reason)))
         self.taken.append(name)
         self.exchange_forward(module, run)
+
+    def leave_counts_to(self, others: Iterable["Overlapped"]) -> None:
+        """Leave the counts of groups to these, where they count them already."""
+        for each in others:
+            for group_name in each._counts:
+                self._counts.pop(group_name, None)
 
     def exchange_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Give a module another `forward`; `undo` leaves it if the job has wrapped it since: off, it runs the original."""

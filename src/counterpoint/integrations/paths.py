@@ -128,10 +128,11 @@ class AbstractJobPaths(ABC):
         """
         return ""
 
-    def trains(self, optimizer: object) -> bool:
+    def trains(self, optimizer: object, *, is_due: bool) -> bool:
         """Return whether this optimizer, which has just stepped, trains what can be switched, as it then does on all ranks.
 
-        One of a model that a rank has for itself, such as a linear probe, does not.
+        One of a model that a rank has for itself, such as a linear probe, does not. What takes long to find out is only
+        looked at if the answer `is_due`; before that, True may also mean that it is not known.
         """
         return True
 

@@ -71,6 +71,7 @@ class PreparedOverlaps:
                 try:
                     taken = each.take(root)
                     taken.switch.is_watching = True
+                    taken.leave_counts_to(self._taken[each.integration])  # else calls of models in one group count twice
                     self._taken[each.integration].append(taken)
                 except IntegrationError as problem:
                     self._refused[each.integration] = cause_of(problem, 200)

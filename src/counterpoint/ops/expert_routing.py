@@ -22,7 +22,7 @@ from counterpoint.ops.expert_memory import needed_bytes
 from counterpoint.ops.expert_sorting import Sorting
 from counterpoint.ops.graph_cache import refuse_in_capture
 from counterpoint.ops.grouped_matmul import ExpertRows
-from counterpoint.ops.operator_call import calls_of
+from counterpoint.ops.operator_call import expert_calls_of
 from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.schedule.expert_choice import CallSize, first_share, num_groups_for, sent_ahead, size_for, size_of
@@ -173,11 +173,11 @@ class ExpertRouting:
         """Count what a forward call keeps for backward, and what a checkpoint may save of it."""
         storages = (each.untyped_storage() for each in tensors)  # some have more than the tensor needs, or are shared
         kept = {each.data_ptr(): each.nbytes() for each in storages}
-        calls_of(self.runtime.group.group_name).note_kept(sum(kept.values()))
+        expert_calls_of(self.runtime.group.group_name).note_kept(sum(kept.values()))
 
     def count(self, exchange: AbstractExpertExchange, num_sent_bytes: int, *, is_ahead: bool) -> None:
         """Count a pass that has ended, as one by copies if its tokens were sent ahead."""
-        calls = calls_of(self.runtime.group.group_name)
+        calls = expert_calls_of(self.runtime.group.group_name)
         if exchange is self.runtime.experts().library and not is_ahead:
             experts = self.runtime.experts()
             calls.add_library(experts.obstacle or (NO_MEMORY if self.num_pieces else NOT_PICKED))

@@ -64,7 +64,8 @@ class JobAgent:
         self._tuner: LiveTuner | None = None
         self._block: ControlBlock | None = None
         self._optimizer: weakref.ref[object] | None = None  # that marks the job's steps
-        self._others: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()  # steps since its last one
+        # by id, since a subclass may compare by value: other optimizers, and their steps since its last one
+        self._others: dict[int, tuple[weakref.ref[object], int]] = {}
         self._has_marks = False
         self._paths: AbstractJobPaths | None = None
         self._exchange: Exchange | None = None
@@ -110,18 +111,21 @@ class JobAgent:
         if self._is_retired or self._has_marks:
             return
         if self._optimizer is None or self._optimizer() is not optimizer:
-            if not self._is_step_of_job(optimizer):
+            seen, num_steps = self._others.get(id(optimizer), (None, 0))
+            num_steps = num_steps + 1 if seen is not None and seen() is optimizer else 1
+            is_due = self._optimizer is None or num_steps >= SUCCEEDS_AFTER
+            if not self._is_step_of_job(optimizer, is_due=is_due):
                 return
-            self._others[optimizer] = self._others.get(optimizer, 0) + 1
-            if self._optimizer is not None and self._others[optimizer] < SUCCEEDS_AFTER:
+            self._others[id(optimizer)] = weakref.ref(optimizer), num_steps
+            if not is_due:
                 return
             self._optimizer = weakref.ref(optimizer)
         self._others.clear()
         self._step_ended()
 
-    def _is_step_of_job(self, optimizer: object) -> bool:
+    def _is_step_of_job(self, optimizer: object, *, is_due: bool) -> bool:
         try:
-            return self._tuner is None or self._tuner.is_step_of_job(optimizer)
+            return self._tuner is None or self._tuner.is_step_of_job(optimizer, is_due=is_due)
         except Exception as problem:  # as in `_step_ended`
             self._retire(problem)
             return False

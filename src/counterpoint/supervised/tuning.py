@@ -122,11 +122,11 @@ class LiveTuner:
             self._stop(reason)
         return bool(reason)
 
-    def is_step_of_job(self, optimizer: object) -> bool:
+    def is_step_of_job(self, optimizer: object, *, is_due: bool) -> bool:
         """Return whether a step of an optimizer that does not mark steps may do so: where paths are switched, ranks have to
-        count alike.
+        count alike. If it `is_due`, it marks the steps from then on.
         """
-        return not self._follower.lockstep.is_on or self._job.paths.trains(optimizer)
+        return not self._follower.lockstep.is_on or self._job.paths.trains(optimizer, is_due=is_due)
 
     def optimizer_made(self) -> None:
         """Handle a new optimizer, perhaps for a model that was not seen yet."""

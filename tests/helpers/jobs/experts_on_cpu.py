@@ -23,7 +23,7 @@ from counterpoint.ops import expert_passes, expert_routing
 from counterpoint.ops.expert_ahead import AheadDispatch
 from counterpoint.ops.expert_exchange import ExpertRegion, Needed
 from counterpoint.ops.expert_messages import ExpertMessages, Mail
-from counterpoint.ops.operator_call import calls_of
+from counterpoint.ops.operator_call import expert_calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription, expert_choice
 from counterpoint.schedule.actions import ExpertOperation, Pass
@@ -54,7 +54,7 @@ def random_routings() -> None:
             compare(experts.found_by_halves(schedule), experts.expected(), 1e-12)
     held = ops.pool_report()[0].num_bytes
     assert 0 < held < 3 * 1.25 * 40 * 9 * DIM * 8 * experts.size, held
-    counted = calls_of(dist.group.WORLD.group_name)
+    counted = expert_calls_of(dist.group.WORLD.group_name)
     assert counted.num_by_copies > number
     assert counted.num_by_library
     report("random routings")
@@ -90,7 +90,7 @@ def without_gradients() -> None:
     """A call without gradients keeps nothing for them, frees its tokens at once, and holds no memory for tokens that are
     sent again.
     """
-    experts, counted = Experts(random.Random(4), torch.float64, kind="random"), calls_of(dist.group.WORLD.group_name)
+    experts, counted = Experts(random.Random(4), torch.float64, kind="random"), expert_calls_of(dist.group.WORLD.group_name)
     wanted, held, kept = experts.expected()[:1], [], []
     for schedule, keeps_tokens, has_gradients in itertools.product((COPIES, None), (False, True), (False, True)):
         ops.release()
@@ -282,7 +282,7 @@ def keeps_matmuls(_context: object, operator: object, *_arguments: object, **_na
 def checkpointed() -> None:
     """Under activation checkpointing results stay the same bits, and only what a policy saves is not sent again."""
     experts, sent = Experts(random.Random(7), torch.float64, kind="random"), Sent()
-    counted = calls_of(dist.group.WORLD.group_name)
+    counted = expert_calls_of(dist.group.WORLD.group_name)
     counted.most_kept_bytes = 0
     again = {"context_fn": lambda: create_selective_checkpoint_contexts(keeps_matmuls)}
     saved = {"context_fn": lambda: create_selective_checkpoint_contexts(list(expert_parallel.OPERATORS))}
@@ -453,7 +453,7 @@ def no_memory() -> None:
     large.tokens = [each.repeat(40, 1) for each in large.tokens]
     large.gradients = [each.repeat(40, 1) for each in large.gradients]
     small.found(COPIES)
-    (runtime,), counted = all_runtimes(), calls_of(dist.group.WORLD.group_name)
+    (runtime,), counted = all_runtimes(), expert_calls_of(dist.group.WORLD.group_name)
     exchange = runtime.experts().copies
     reserve, before = exchange.reserve, counted.num_by_library
 

@@ -7,7 +7,7 @@ nothing, `hand` (an integration from the second step on, as `run` does it), `hoo
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
 around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `probed` (rank 0 alone trains another
-model between two steps) or `penalized` (gradients are differentiated again).
+model between two steps), `features` (on what all ranks compute then) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -90,13 +90,20 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
     return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
-def train_probe(num_steps: int) -> None:
-    """Train a model of this rank alone."""
+def train_probe(variant: str, model: nn.Module, batch: torch.Tensor, num_steps: int) -> None:
+    """Train a model of rank 0 alone; with `features`, all ranks compute something before each of its steps."""
+    is_trained = variant in ("probed", "features") and dist.get_rank() == 0
     probe = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(probe.parameters(), 0.1)
     for _ in range(num_steps):
-        probe(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+        if variant == "features" and isinstance(model, Row):
+            dist.all_reduce(torch.ones(1))  # a metric
+        elif variant == "features":
+            with torch.no_grad():
+                model(batch)
+        if is_trained:
+            probe(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, *, is_penalized: bool) -> torch.Tensor:
@@ -137,7 +144,7 @@ def train(kind: str, variant: str) -> None:
         if second is not None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
-        train_probe(NUM_PROBE_STEPS if (variant, step, rank) == ("probed", PROBED_AFTER, 0) else 0)
+        train_probe(variant, model, batch, NUM_PROBE_STEPS if step == PROBED_AFTER else 0)
         if variant == "late" and step == WRAPPED_AFTER:
             model = DistributedDataParallel(model.module)
             optimizer = stock_jobs.make_optimizer(kind, model, 0.1)

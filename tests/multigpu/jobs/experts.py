@@ -20,7 +20,7 @@ from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.errors import CounterpointError
 from counterpoint.ops import expert_routing
 from counterpoint.ops.grouped_matmul import GROUPED_CAPABILITIES
-from counterpoint.ops.operator_call import calls_of
+from counterpoint.ops.operator_call import expert_calls_of
 from counterpoint.ops.runtime import all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription, expert_choice
 
@@ -49,7 +49,7 @@ def results(number: int = 30) -> None:
             assert all(map(torch.equal, found, experts.found(SEQUENTIAL))), f"call {turn} differs from sequential"
         if turn % 4 == 0:
             compare(experts.found_by_halves(schedule), experts.expected(), ROUNDINGS)
-    counted = calls_of(dist.group.WORLD.group_name)
+    counted = expert_calls_of(dist.group.WORLD.group_name)
     assert counted.num_by_copies > counted.num_by_library > 0 < counted.num_bytes
     report("results")
 
@@ -120,7 +120,7 @@ def no_memory() -> None:
     small = Experts(random.Random(15), torch.bfloat16, kind="random", num_local=2, scale=8)
     small.found(COPIES)
     group = all_runtimes()[0].experts()
-    pool, counted = group.copies._pool, calls_of(dist.group.WORLD.group_name)
+    pool, counted = group.copies._pool, expert_calls_of(dist.group.WORLD.group_name)
     replace, by_library = pool.replace, counted.num_by_library
     pool.replace = lambda num_bytes, *others, **named: replace(num_bytes + (1 << 40), *others, **named)
     large = Experts(random.Random(16), torch.bfloat16, kind="random", num_local=2, scale=32)
