@@ -377,10 +377,8 @@ class CopyDispatch(AbstractDispatch):
         self._unsent = None
 
     def _send(self, first: int, last: int | None) -> None:
-        layout = self._rows.layout
-        for number in layout.numbers(first, last):
-            if peers := layout.receivers(number):
-                self._send_group(number, peers)
+        for number, peers in self._rows.layout.receivers(first, last):
+            self._send_group(number, peers)
 
     def _send_group(self, number: int, peers: Sequence[int]) -> None:
         exchange, layout, size = self._exchange, self._rows.layout, self._rows.format.num_bytes

@@ -101,10 +101,8 @@ class CopyCombine(AbstractCombine):
 
     def _fetch(self, first: int, last: int | None = None) -> None:
         """Fetch the results of groups `first` to `last` - 1 of every peer when they are announced."""
-        layout = self._rows.layout
-        for number in layout.numbers(first, last):
-            if peers := layout.receivers(number):
-                self._fetch_group(number, sorted(peers, key=self._is_late.__getitem__))
+        for number, peers in self._rows.layout.receivers(first, last):
+            self._fetch_group(number, sorted(peers, key=self._is_late.__getitem__))
 
     def _fetch_group(self, number: int, peers: Sequence[int]) -> None:
         shared, layout, size = self._shared, self._rows.layout, self._rows.format.num_bytes

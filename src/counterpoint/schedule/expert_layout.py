@@ -183,17 +183,18 @@ class ExpertLayout:
         """Return (receiver, group) of the pieces that this rank dispatches, the first group of every peer first; or only
         those of groups `first` to `last` - 1.
         """
-        for number in self.numbers(first, last):
-            for peer in self.receivers(number):
+        for number, peers in self.receivers(first, last):
+            for peer in peers:
                 yield peer, number
 
-    def numbers(self, first: int = 0, last: int | None = None) -> range:
-        """Return the numbers of the groups of any rank, from `first` to `last` - 1."""
-        return range(max(map(len, self.ranges)))[first:last]
-
-    def receivers(self, number: int) -> list[int]:
-        """Return the other ranks that this rank has rows for in the group of that number."""
-        return [peer for peer in self.peers() if number < len(self.ranges[peer]) and self.has_rows(self.rank, peer, number)]
+    def receivers(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, list[int]]]:
+        """Yield the number of each group, from `first` to `last` - 1, and the other ranks that this rank has rows for in it;
+        none without such ranks.
+        """
+        for number in range(max(map(len, self.ranges)))[first:last]:
+            peers = (peer for peer in self.peers() if number < len(self.ranges[peer]))
+            if found := [peer for peer in peers if self.has_rows(self.rank, peer, number)]:
+                yield number, found
 
     def has_rows(self, source: int, destination: int, number: int) -> bool:
         """Return whether a source has rows for a group of a destination's experts."""
