@@ -234,8 +234,9 @@ def experts(
     from counterpoint.machine import load_machine  # noqa: PLC0415  a fast --help
     from counterpoint.report.expert_schedule import ExpertQuestion, print_experts, summarize_experts  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
-    from counterpoint.schedule.expert_choice import expert_description, num_copy_streams_on  # noqa: PLC0415
+    from counterpoint.schedule.expert_choice import expert_description  # noqa: PLC0415
     from counterpoint.schedule.expert_schedules import ExpertProblem  # noqa: PLC0415
+    from counterpoint.schedule.heuristic import num_copy_streams_on  # noqa: PLC0415
 
     with _fields_as_options(OPTIONS | {"chunks": "--groups"}):
         on_machine = load_machine(machine)

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 
 from counterpoint.links import Link
 from counterpoint.machine import Machine
-from counterpoint.schedule.description import MAX_COPY_STREAMS, SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.description import SEQUENTIAL, ScheduleDescription
 from counterpoint.schedule.expert_estimate import estimate_experts
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
-from counterpoint.schedule.heuristic import RankedSchedule
-from counterpoint.schedule.routing import Routing
+from counterpoint.schedule.heuristic import RankedSchedule, num_copy_streams_on
+from counterpoint.schedule.routing import Routing, most_of_pairs
 from counterpoint.units import MIB, format_bytes
 from counterpoint.value import Value
 
@@ -43,8 +43,7 @@ def size_of(pairs: Sequence[Sequence[int]], row_bytes: int) -> CallSize:
     """Return the size of a call with these rows of each pair of ranks: `pairs[source][destination]`."""
     sent = [sum(row) - row[rank] for rank, row in enumerate(pairs)]
     received = [sum(column) - column[rank] for rank, column in enumerate(zip(*pairs, strict=True))]
-    of_pair = max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
-    return CallSize(of_pair * row_bytes, max(*sent, *received) * row_bytes)
+    return CallSize(most_of_pairs(pairs) * row_bytes, max(*sent, *received) * row_bytes)
 
 
 class ExchangeSize(Value, frozen=True, kw_only=True):
@@ -82,14 +81,9 @@ EXCHANGE_SIZES = (
 )
 MEASURED_FORWARD = "benchmarks/results/experts_2x_h200_numbered.json, 2026-11-27"
 # The same for calls without gradients. Backward has twice the matmuls and the host three times the work of a group, so that
-# there more groups take longer where the host is the limit; forward alone gains.
+# there more groups take longer where the host is the limit; forward alone gains. The library exchanges the rows if the
+# busiest pair alone is below the first row: one group of 11 MiB for each pair took 8 % longer than that on 4 H200s.
 FORWARD_SIZES = (
-    ExchangeSize(
-        least_bytes=0,
-        num_groups=0,
-        status="assumed",
-        source="as calls with gradients",
-    ),
     ExchangeSize(
         least_bytes=16 * MIB,
         num_groups=1,
@@ -109,9 +103,6 @@ FORWARD_SIZES = (
         source=f"four groups gained where a group has several experts, two elsewhere ({MEASURED_FORWARD})",
     ),
 )
-# Of calls without gradients: one group of 11 MiB for each pair took 8 % longer than the library on 4 H200s, as its port has
-# three times as much. With two ranks the table says the same.
-LEAST_PAIR_BYTES = 16 * MIB
 MOST_GROUPS_OF_FEW = 2  # of a rank with few experts: matmuls of one expert each take longer
 # A kernel sends the tokens of some forward calls before the host knows their counts. The limits are bytes of the busiest
 # port, measured with 2 ranks. Below the first limit it sends all tokens at once
@@ -149,7 +140,7 @@ def num_groups_for(size: CallSize, num_experts: int, *, has_gradients: bool) -> 
     """Return in how many groups a rank's experts are computed; 0 if the library exchanges the rows."""
     if has_gradients:
         return size_for(size).num_groups
-    if size.pair_bytes < LEAST_PAIR_BYTES:
+    if size.pair_bytes < FORWARD_SIZES[0].least_bytes:
         return 0
     num_groups = size_for(size, FORWARD_SIZES).num_groups
     return min(num_groups, max(MOST_GROUPS_OF_FEW, num_experts // 2))
@@ -213,13 +204,6 @@ def expert_description(num_groups: int, num_copy_streams: int = 1) -> ScheduleDe
         num_copy_streams=num_copy_streams,
         num_compute_streams=1,
     )
-
-
-def num_copy_streams_on(link: Link, num_ranks: int) -> int:
-    """Return on how many streams a rank copies to its peers: on one behind a switch, where several would send to one GPU at
-    a time and wait for each other, and on direct links on one for each peer, so that no wires are idle.
-    """
-    return 1 if link.topology == "switch" else min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
 
 
 def obstacle_to_exchange(size: CallSize) -> str:

@@ -8,6 +8,7 @@ model; the planner can choose by measurement instead.
 import math
 from functools import lru_cache
 
+from counterpoint.links import Link
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN, NEAR_TIE
 from counterpoint.schedule.actions import Pass, Problem
@@ -94,13 +95,20 @@ def candidate_descriptions(
         behind_a_switch = tuple(dict.fromkeys(backward_description(problem.operation, each) for each in behind_a_switch))
     if machine.link.topology == "switch" or problem.num_ranks == 2:
         return behind_a_switch
-    num_streams = min(problem.num_ranks - 1, MAX_COPY_STREAMS)
+    num_streams = num_copy_streams_on(machine.link, problem.num_ranks)
     to_all = tuple(
         ScheduleDescription(pattern="all_peers", chunks=chunks, matmul=matmul, num_copy_streams=num_streams)
         for chunks in sorted({*DIRECT_CHUNKS, problem.num_ranks})
         for matmul in ("chunk", "fused")
     )
     return (*to_all, behind_a_switch[0])
+
+
+def num_copy_streams_on(link: Link, num_ranks: int) -> int:
+    """Return on how many streams a rank copies to its peers: on one behind a switch, where several would send to one GPU at
+    a time and wait for each other, and on direct links on one for each peer, so that no wires are idle.
+    """
+    return 1 if link.topology == "switch" else min(max(1, num_ranks - 1), MAX_COPY_STREAMS)
 
 
 def rank_candidates(

@@ -73,7 +73,7 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
     @cached_property
     def most_rows(self) -> int:
         """Most rows that any rank sends to another one."""
-        return max((rows for a, row in enumerate(self.pairs) for b, rows in enumerate(row) if a != b), default=0)
+        return most_of_pairs(self.pairs)
 
     @cached_property
     def sent_before(self) -> tuple[tuple[int, ...], ...]:
@@ -119,6 +119,11 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
         """Rows of the rank that computes most, divided by the mean; 1 if nothing is computed."""
         computed = [self.num_grouped(rank) for rank in range(self.num_ranks)]
         return max(computed) * self.num_ranks / sum(computed) if sum(computed) else 1.0
+
+
+def most_of_pairs(pairs: Sequence[Sequence[int]]) -> int:
+    """Return the most rows that one rank has for another: `pairs[source][destination]`."""
+    return max(max((*row[:rank], *row[rank + 1 :]), default=0) for rank, row in enumerate(pairs))
 
 
 def example_routing(kind: RoutingKind, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
