@@ -20,6 +20,7 @@ def with_schedules(gathers: Descriptions, reductions: Descriptions) -> dict[str,
         "all_gather_matmul": (ops.all_gather_matmul, gathers),
         "matmul_reduce_scatter": (ops.matmul_reduce_scatter, reductions),
         "matmul_all_reduce": (ops.matmul_all_reduce, of_rows),
+        "column_parallel_matmul": (ops.column_parallel_matmul, of_rows),
         "all_to_all_matmul": (ops.all_to_all_matmul, exchanges),
     }
 
@@ -36,6 +37,9 @@ def draw(
         drawn = torch.randn(length, width, generator=generator, device=generator.device, dtype=torch.float64)
         return drawn.to(dtype)
 
+    if name == "column_parallel_matmul":  # whole on every rank
+        lefts = [matrix(num_rows, inner)] * num_ranks
+        return lefts, [matrix(inner, columns) for _ in range(num_ranks)]
     lefts = [matrix(length, inner) for length in (lengths if name == "all_gather_matmul" else [num_rows] * num_ranks)]
     return lefts, [matrix(inner, columns) for _ in range(num_ranks)]
 
@@ -48,6 +52,8 @@ def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor],
         return torch.cat(lefts) @ weights[rank]
     if name == "all_to_all_matmul":
         return torch.cat([left.tensor_split(num_ranks)[rank] for left in lefts]) @ weights[rank]
+    if name == "column_parallel_matmul":
+        return lefts[rank] @ weights[rank]
     total = torch.stack([left @ weight for left, weight in zip(lefts, weights, strict=True)]).sum(0)
     return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
 

@@ -15,9 +15,11 @@ from counterpoint.schedule import (
     make_schedule,
     split,
 )
+from counterpoint.schedule.actions import Pass
+from counterpoint.schedule.operations import OPERATORS as DEFINITIONS
 from helpers.stream_double import Row
 
-OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
+OPERATIONS = tuple(DEFINITIONS)
 descriptions = st.builds(
     ScheduleDescription,
     pattern=st.sampled_from(["ring", "one_peer", "all_peers"]),
@@ -44,6 +46,11 @@ def made(
         return None
 
 
+def first_pass(operation: str) -> Pass:
+    """The first pass of an operation that copies something: of most, forward."""
+    return DEFINITIONS[operation].passes()[0]
+
+
 def given_rows(number: int) -> object:
     """The caller's rows in the call of that number: each is itself, once."""
 
@@ -63,7 +70,7 @@ def expected(schedule: CopySchedule, rank: int, number: int) -> list[Row]:
         return [Counter({("times", each, buffer, each, row, number): 1 for each in range(num_ranks)}) for row in rows]
 
     operation, is_forward = schedule.operation, schedule.direction == "forward"
-    if operation == "matmul_all_reduce":
+    if operation in ("matmul_all_reduce", "column_parallel_matmul"):
         return summed("activation", range(schedule.num_rows))
     if (operation == "matmul_reduce_scatter") == is_forward and operation != "all_to_all_matmul":
         return summed("activation", own)

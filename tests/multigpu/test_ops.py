@@ -6,7 +6,13 @@ from collections.abc import Callable
 import pytest
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "column_parallel_matmul",
+    "all_to_all_matmul",
+)
 
 
 @pytest.mark.parametrize(

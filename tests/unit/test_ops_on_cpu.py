@@ -16,7 +16,13 @@ ops = pytest.importorskip("counterpoint.ops")
 runtime_of = pytest.importorskip("counterpoint.ops.runtime").runtime_of
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have imported torch
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul")
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "column_parallel_matmul",
+    "all_to_all_matmul",
+)
 
 
 # each start of the ranks takes seconds, so several sections share one

@@ -19,7 +19,7 @@ from counterpoint.schedule.checks import (
     signal_faults,
 )
 from counterpoint.schedule.delivery import delivery_faults
-from helpers.schedules import OPERATIONS, expected, given_rows, made, schedules
+from helpers.schedules import OPERATIONS, expected, first_pass, given_rows, made, schedules
 from helpers.stream_double import DeadlockError, Node
 
 Check = Callable[[CopySchedule], Iterable[str]]
@@ -57,7 +57,7 @@ def faults_of(schedule: CopySchedule, check: Check) -> list[str]:
 
 
 def typical(operation: str = "all_gather_matmul", num_ranks: int = 3, **choices: object) -> CopySchedule:
-    schedule = made(operation, (num_ranks, 12), ScheduleDescription(**choices), "forward")
+    schedule = made(operation, (num_ranks, 12), ScheduleDescription(**choices), first_pass(operation))
     assert schedule is not None
     return schedule
 
@@ -93,6 +93,7 @@ def test_each_rank_receives_as_many_rows_as_its_operator_needs(schedule: CopySch
             "all_gather_matmul": gathered,
             "matmul_reduce_scatter": gathered if gathers else exchanged,
             "matmul_all_reduce": exchanged + gathered,
+            "column_parallel_matmul": exchanged + gathered,
             "all_to_all_matmul": exchanged,
         }[operation]
         if schedule.direction == "backward" and operation == "all_gather_matmul":

@@ -33,7 +33,7 @@ from counterpoint.schedule.heuristic import (
 )
 from counterpoint.schedule.wave_model import Piece, Sms
 from counterpoint.units import MIB, format_us
-from helpers.schedules import OPERATIONS, schedules
+from helpers.schedules import OPERATIONS, first_pass, schedules
 
 H200, MI300X, MI250X = (load_machine(name) for name in ("h200", "mi300x", "mi250x"))
 MACHINES = {"switch": H200, "direct": MI300X, "pairs": MI250X}
@@ -307,19 +307,21 @@ def test_ideal_lies_between_the_matmul_alone_and_sequential(asked: Problem, dire
 @settings(max_examples=40)
 @given(asked=problems())
 def test_the_pick_is_preferred_among_the_fastest_or_sequential_if_that_gains_too_little(asked: Problem) -> None:
-    pick = pick_schedule(asked, H200)
-    assert pick == pick_schedule(asked, H200)
+    direction = first_pass(asked.operation)
+    pick = pick_schedule(asked, H200, direction)
+    assert pick == pick_schedule(asked, H200, direction)
     if pick.description.is_sequential:
         return
-    estimated_us = {each.description: each.estimated_us for each in rank_candidates(asked, H200)}
-    preferred = heuristic._preferred(asked, H200, "forward", DEFAULT_COSTS)
+    estimated_us = {each.description: each.estimated_us for each in rank_candidates(asked, H200, direction)}
+    preferred = heuristic._preferred(asked, H200, direction, DEFAULT_COSTS)
     least_us = min(estimated_us.values())
-    enough_us = (1 - LEAST_ESTIMATED_GAIN) * estimate_sequential(asked, H200)
-    in_order = [*preferred, *((each, NEAR_TIE) for each in candidate_descriptions(asked, H200))]
+    sequential_us = estimate_sequential(asked, H200, direction=direction)
+    enough_us = (1 - LEAST_ESTIMATED_GAIN) * sequential_us
+    in_order = [*preferred, *((each, NEAR_TIE) for each in candidate_descriptions(asked, H200, direction))]
     near = [each for each, tie in in_order if estimated_us[each] <= min((1 + tie) * least_us, enough_us)]
     assert pick.description == near[0]
     assert format_us(estimated_us[pick.description]) in pick.reason
-    assert format_us(estimate_sequential(asked, H200)) in pick.reason
+    assert format_us(sequential_us) in pick.reason
 
 
 @pytest.mark.parametrize(
@@ -398,7 +400,8 @@ def test_small_messages_are_left_to_the_library_and_the_reason_says_so(operation
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_as_rows_double_the_choice_changes_once_from_sequential_to_a_schedule(operation: str) -> None:
-    picks = [pick_schedule(problem(operation, num_rows=1 << power, num_columns=8192), H200) for power in range(18)]
+    asked = [problem(operation, num_rows=1 << power, num_columns=8192) for power in range(18)]
+    picks = [pick_schedule(each, H200, first_pass(operation)) for each in asked]
     choices = [pick.description.is_sequential for pick in picks]
     assert choices == sorted(choices, reverse=True)
     assert (choices[0], choices[-1]) == (True, False)
@@ -432,6 +435,7 @@ def test_a_matmul_that_hides_nothing_gains_nothing() -> None:
         ("matmul_reduce_scatter", "forward", {"ring", "one_peer"}),
         ("matmul_reduce_scatter", "backward", {"one_peer"}),
         ("matmul_all_reduce", "forward", {"ring", "one_peer"}),
+        ("column_parallel_matmul", "backward", {"ring", "one_peer"}),
         ("all_to_all_matmul", "backward", {"one_peer"}),
     ],
 )

@@ -15,7 +15,7 @@ from counterpoint.report.schedule_lanes import LaneSpan, StreamLane, draw_lane, 
 from counterpoint.schedule import CopySchedule, Problem
 from counterpoint.schedule.estimate import Estimate, estimate
 from helpers.command import counterpoint, refusal
-from helpers.schedules import OPERATIONS, schedules
+from helpers.schedules import OPERATIONS, first_pass, schedules
 
 SIZES = ("--ranks", "4", "--rows", "16384", "--inner", "8192", "--columns", "2560")
 
@@ -30,7 +30,8 @@ def estimated(schedule: CopySchedule) -> Estimate:
 @pytest.mark.parametrize("columns", [80, 95, 110])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_report_fits_the_terminal(operation: str, columns: int) -> None:
-    done = counterpoint("schedule", "show", operation, *SIZES, "--chunks", "3", COLUMNS=str(columns))
+    backward = ["--backward"] * (first_pass(operation) == "backward")
+    done = counterpoint("schedule", "show", operation, *SIZES, *backward, "--chunks", "3", COLUMNS=str(columns))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert max(map(len, done.stdout.splitlines())) <= columns
@@ -129,6 +130,7 @@ def shown(operation: str, *arguments: str) -> ScheduleSummary:
             ["are for the forward pass of matmul_reduce_scatter"],
         ),
         (("matmul_all_reduce", *SIZES, "--backward"), ["copies nothing in its backward pass", "Use the forward pass"]),
+        (("column_parallel_matmul", *SIZES), ["copies nothing in its forward pass", "Use the backward pass"]),
     ],
 )
 def test_bad_input_is_one_line(arguments: tuple[str, ...], says: list[str]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "Request",
     "all_gather_matmul",
     "all_to_all_matmul",
+    "column_parallel_matmul",
     "dispatch_grouped_matmul",
     "expert_ffn",
     "explain",
@@ -122,13 +123,9 @@ def all_gather_matmul(
     if not (is_dense(shard) and shard.dim() and (num_rows is None or isinstance(num_rows, ROW_TYPES))):
         refuse_arguments("all_gather_matmul", shard, weight, group, num_rows)
     rows = num_rows if num_rows is not None else shard.shape[0] * size
-    if is_dense(weight):
-        product: torch.Tensor = operators.all_gather_matmul(shard, [weight], rows, name, _text(schedule))[0]
-        return product
-    weights = list(weight) if isinstance(weight, Iterable) and not isinstance(weight, torch.Tensor) else []
-    if not weights or not all(is_dense(each) for each in weights):
-        refuse_arguments("all_gather_matmul", shard, weights or weight, group)
-    return tuple(operators.all_gather_matmul(shard, weights, rows, name, _text(schedule)))
+    weights = _several("all_gather_matmul", shard, weight, group)
+    products = operators.all_gather_matmul(shard, weights, rows, name, _text(schedule))
+    return products[0] if isinstance(weight, torch.Tensor) else tuple(products)
 
 
 def matmul_reduce_scatter(
@@ -160,6 +157,48 @@ def matmul_all_reduce(
     """
     name = _name_for("matmul_all_reduce", activation, weight, group)
     return operators.matmul_all_reduce(activation, weight, name, _text(schedule))
+
+
+@overload
+def column_parallel_matmul(
+    activation: torch.Tensor,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def column_parallel_matmul(  # type: ignore[overload-cannot-match]  # torch is untyped here
+    activation: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+
+
+def column_parallel_matmul(
+    activation: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    schedule: ScheduleDescription | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Multiply an activation that is whole on every rank by this rank's weight: (M, K), (K, N) -> (M, N).
+
+    Nothing is sent in forward. In backward the activation's gradient is summed over all ranks, beside the matmul of the
+    weight's gradient. Several weights (K, N1), (K, N2) ... give as many products, and the gradient is summed once; if one
+    weight needs its gradient, the gradients of all weights are computed. `schedule` is that of the backward pass. Raises
+    `OperatorError`.
+    """
+    name, _ = _name_and_size(group)
+    if not (is_dense(activation) and activation.dim()):
+        refuse_arguments("column_parallel_matmul", activation, weight, group)
+    weights = _several("column_parallel_matmul", activation, weight, group)
+    products = operators.column_parallel_matmul(activation, weights, name, _text(schedule))
+    return products[0] if isinstance(weight, torch.Tensor) else tuple(products)
 
 
 def all_to_all_matmul(
@@ -243,6 +282,16 @@ def _name_for(operation: Operation, left: object, weight: object, group: dist.Pr
     if not (is_dense(left) and is_dense(weight)):
         refuse_arguments(operation, left, weight, group)
     return name
+
+
+def _several(operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return one weight or several as a list of dense tensors; refuse others on every rank."""
+    if is_dense(weight):
+        return [weight]
+    weights = list(weight) if isinstance(weight, Iterable) and not isinstance(weight, torch.Tensor) else []
+    if not weights or not all(is_dense(each) for each in weights):
+        refuse_arguments(operation, left, weights or weight, group)
+    return weights
 
 
 def _of_group(group: dist.ProcessGroup | None) -> list[Runtime]:

@@ -11,10 +11,12 @@ from typing import NamedTuple, final
 import torch
 from torch.distributed import distributed_c10d
 
+from counterpoint.errors import OperatorError
 from counterpoint.ops.collectives import Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
 from counterpoint.schedule.actions import Operation, Pass
+from counterpoint.value import require
 
 # most known calls of a process; a model has a few shapes, and a job whose shapes keep changing stays within this limit
 MAX_KNOWN_CALLS = 4096
@@ -150,7 +152,7 @@ class OperatorCall:
         device = next((each.device for each in (*lefts, *self._weights) if each.is_cuda), self._left.device)
         self._runtime: Runtime = runtime_of(group_name, device)
         pairs = zip(lefts if len(lefts) > 1 else [self._left] * len(self._weights), self._weights, strict=True)
-        problem = next((found for left, weight in pairs if (found := self._problem_of(left, weight))), "")
+        problem = next((found for pair in pairs if (found := _problem_of(self._operation, *pair))), "")
         if problem:
             self._runtime.refuse(problem)
 
@@ -188,21 +190,27 @@ class OperatorCall:
                 f"{group.size()}; found {found}. Split them by torch.tensor_split, or pass the right num_rows."
             )
 
-    def _problem_of(self, left: torch.Tensor, weight: torch.Tensor) -> str:
-        """Return what is wrong with two operands, in one line, or nothing."""
-        if left.device != weight.device:
-            return f"{self._operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
-        if left.dtype != weight.dtype:
-            return f"{self._operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
-        if not _is_multiplied(left):
-            return (
-                f"{self._operation} multiplies by torch.mm, which does not support {left.dtype} on this device. "
-                "Convert both operands."
-            )
-        if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
-            shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
-            return f"{self._operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
-        return ""
+
+def require_operands(operation: Operation, left: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise `OperatorError` on this rank alone if an operation that sends nothing cannot multiply two operands."""
+    problem = _problem_of(operation, left, weight)
+    require(not problem, OperatorError, problem)
+
+
+def _problem_of(operation: Operation, left: torch.Tensor, weight: torch.Tensor) -> str:
+    """Return what is wrong with two operands, in one line, or nothing."""
+    if left.device != weight.device:
+        return f"{operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
+    if left.dtype != weight.dtype:
+        return f"{operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
+    if not _is_multiplied(left):
+        return (
+            f"{operation} multiplies by torch.mm, which does not support {left.dtype} on this device. Convert both operands."
+        )
+    if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
+        shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
+        return f"{operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
+    return ""
 
 
 def _is_multiplied(matrix: torch.Tensor) -> bool:

@@ -15,7 +15,15 @@ from torch.utils.flop_counter import register_flop_formula
 from counterpoint.ops.collectives import Collectives
 from counterpoint.ops.computation import multiply
 from counterpoint.ops.dispatch import Gradients, Kept, Matrices, Operator
-from counterpoint.ops.operator_call import OperatorCall, TorchPass, group_size, key_of, known_call, own_rows
+from counterpoint.ops.operator_call import (
+    OperatorCall,
+    TorchPass,
+    group_size,
+    key_of,
+    known_call,
+    own_rows,
+    require_operands,
+)
 from counterpoint.ops.transport import Tensors, Weights, part_names, parts_of
 from counterpoint.schedule import ScheduleDescription, backward_description
 from counterpoint.schedule.actions import Operation
@@ -40,11 +48,17 @@ def _gather_then_multiply_backward(library: Collectives, tensors: Tensors, weigh
 
 
 def _multiply_then_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
-    first, *others = zip(parts_of(tensors, "activation"), weights, strict=True)
-    partial = multiply(*first)
-    for activation, weight in others:
-        torch.addmm(partial, activation, weight, out=partial)
+    factors = parts_of(tensors, "activation")
+    partial = factors[0].new_empty(factors[0].shape[0], weights[0].shape[1])
+    _sum_products(factors, weights, partial)
     library.reduce(partial, tensors["product"])
+
+
+def _sum_products(factors: Matrices, weights: Weights, out: torch.Tensor) -> None:
+    """Set `out` to the sum of each matrix times its weight."""
+    torch.mm(factors[0], weights[0], out=out)
+    for factor, weight in zip(factors[1:], weights[1:], strict=True):
+        torch.addmm(out, factor, weight, out=out)
 
 
 def _multiply_then_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -54,8 +68,15 @@ def _multiply_then_reduce_backward(library: Collectives, tensors: Tensors, weigh
 
 
 def _multiply_then_all_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
-    torch.mm(tensors["activation"], weights[0], out=tensors["product"])
+    _sum_products(parts_of(tensors, "activation"), weights, tensors["product"])
     library.reduce_all(tensors["product"])
+
+
+def _multiply_then_all_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
+    _multiply_then_all_reduce(library, tensors, weights)
+    left = tensors["left"].t()
+    for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
+        torch.mm(left, gradient, out=out)
 
 
 def _exchange_then_multiply(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -73,9 +94,10 @@ GATHER_BACKWARD = TorchPass("all_gather_matmul", "backward", _gather_then_multip
 REDUCE = TorchPass("matmul_reduce_scatter", "forward", _multiply_then_reduce)
 REDUCE_BACKWARD = TorchPass("matmul_reduce_scatter", "backward", _multiply_then_reduce_backward)
 ALL_REDUCE = TorchPass("matmul_all_reduce", "forward", _multiply_then_all_reduce)
+COLUMNS_BACKWARD = TorchPass("column_parallel_matmul", "backward", _multiply_then_all_reduce_backward)
 EXCHANGE = TorchPass("all_to_all_matmul", "forward", _exchange_then_multiply)
 EXCHANGE_BACKWARD = TorchPass("all_to_all_matmul", "backward", _exchange_then_multiply_backward)
-PASSES = (GATHER, GATHER_BACKWARD, REDUCE, REDUCE_BACKWARD, ALL_REDUCE, EXCHANGE, EXCHANGE_BACKWARD)
+PASSES = (GATHER, GATHER_BACKWARD, REDUCE, REDUCE_BACKWARD, ALL_REDUCE, COLUMNS_BACKWARD, EXCHANGE, EXCHANGE_BACKWARD)
 
 
 # --- forward and backward ---
@@ -140,13 +162,43 @@ def _run_matmul_reduce_scatter_backward(
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     """See `counterpoint.ops.matmul_all_reduce`."""
-    key = key_of((ALL_REDUCE, group_name, schedule), activation, weight)
+    return _run_matmuls_all_reduce([activation], [weight], group_name, schedule)
+
+
+def _run_matmuls_all_reduce(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
+    """Return the sum of all products and all ranks."""
+    key = key_of((ALL_REDUCE, group_name, schedule), *activations, *weights)
     known = known_call(key, group_name)
     if known is None:
-        call = OperatorCall(ALL_REDUCE, ([activation], [weight], group_name))
-        call.plan((activation.shape[0], *weight.shape), schedule)
-        known = call.keep(key, ("activation", "product"), [_reduced_shape(activation, weight, group_name, schedule)])
-    return known.run([activation], [weight])[0]
+        call = OperatorCall(ALL_REDUCE, (activations, weights, group_name))
+        sizes = activations[0].shape[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        call.plan(sizes, schedule)
+        names = *part_names("activation", len(activations)), "product"
+        known = call.keep(key, names, [_reduced_sum_shape(activations, weights, group_name, schedule)])
+    return known.run(activations, weights)[0]
+
+
+def _run_column_parallel_matmul(
+    activation: torch.Tensor, weights: Matrices, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    """See `counterpoint.ops.column_parallel_matmul`; the products of all weights."""
+    for weight in weights:
+        require_operands("column_parallel_matmul", activation, weight)
+    return [multiply(activation, weight) for weight in weights]
+
+
+def _run_column_parallel_matmul_backward(
+    gradients: Matrices, left: torch.Tensor, weights: Matrices, group_name: str, schedule: str
+) -> list[torch.Tensor]:
+    """Gradients of `column_parallel_matmul` for its activation and for each of its weights."""
+    key = key_of((COLUMNS_BACKWARD, group_name, schedule), left, *gradients, *weights)
+    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
+    if known is None:
+        call = OperatorCall(COLUMNS_BACKWARD, (gradients, transposed, group_name))
+        call.plan((*left.shape, _num_columns(weights)), schedule)
+        names = "left", *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
+        known = call.keep(key, names, _gathered_gradient_shapes(gradients, left, weights, group_name, schedule))
+    return known.run([left.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
@@ -228,6 +280,14 @@ def _reduced_shape(activation: torch.Tensor, weight: torch.Tensor, group_name: s
     return activation.new_empty(activation.shape[0], weight.shape[1])
 
 
+def _reduced_sum_shape(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
+    return _reduced_shape(activations[0], weights[0], group_name, schedule)
+
+
+def _column_shapes(activation: torch.Tensor, weights: Matrices, group_name: str, schedule: str) -> list[torch.Tensor]:
+    return [_reduced_shape(activation, weight, group_name, schedule) for weight in weights]
+
+
 def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
     return tokens.new_empty(group_size(group_name) * own_rows(tokens.shape[0], group_name), weight.shape[1])
 
@@ -257,10 +317,25 @@ def _reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
 def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     """Return the gradients. The product and all later work are the same on every rank, so its gradient is not summed."""
     (gradient,), (weight,) = gradients, kept.weights
-    return (
-        multiply(gradient, weight.t()) if is_wanted[0] else None,
-        [torch.mm(kept.left.t(), gradient, out=torch.empty_like(weight)) if is_wanted[1] else None],
-    )
+    of_left = multiply(gradient, weight.t()) if is_wanted[0] else None
+    return of_left, [_weight_gradient(kept.left, gradient, weight) if is_wanted[1] else None]
+
+
+def _column_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
+    """Return the gradients. If the activation needs none, nothing is sent."""
+    if not is_wanted[0]:
+        pairs = zip(gradients, kept.weights, strict=True)
+        return None, [_weight_gradient(kept.left, gradient, weight) for gradient, weight in pairs]
+    if is_wanted[1]:
+        found = column_parallel_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
+        return found[0], found[1:]
+    schedule = _backward_text("column_parallel_matmul", kept.schedule)
+    weights = [weight.t() for weight in kept.weights]
+    return matmuls_all_reduce(list(gradients), weights, kept.group_name, schedule), [None] * len(weights)
+
+
+def _weight_gradient(left: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.mm(left.t(), gradient, out=torch.empty_like(weight))
 
 
 def _exchange_gradients(kept: Kept, gradients: Matrices, _is_wanted: tuple[bool, bool]) -> Gradients:
@@ -284,10 +359,15 @@ matmul_reduce_scatter_backward = Operator(
     "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes
 )
 matmuls_reduce_scatter = Operator("matmuls_reduce_scatter", _run_matmuls_reduce_scatter, _scattered_sum_shape)
+matmuls_all_reduce = Operator("matmuls_all_reduce", _run_matmuls_all_reduce, _reduced_sum_shape)
+column_parallel_matmul_backward = Operator(
+    "column_parallel_matmul_backward", _run_column_parallel_matmul_backward, _gathered_gradient_shapes
+)
 all_to_all_matmul_backward = Operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes)
 all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shapes, _gather_gradients)
 matmul_reduce_scatter = Operator("matmul_reduce_scatter", _run_matmul_reduce_scatter, _scattered_shape, _reduce_gradients)
 matmul_all_reduce = Operator("matmul_all_reduce", _run_matmul_all_reduce, _reduced_shape, _all_reduce_gradients)
+column_parallel_matmul = Operator("column_parallel_matmul", _run_column_parallel_matmul, _column_shapes, _column_gradients)
 all_to_all_matmul = Operator("all_to_all_matmul", _run_all_to_all_matmul, _exchanged_shape, _exchange_gradients)
 
 
@@ -311,6 +391,16 @@ def _gathered_backward_flops(
     return 2 * _gathered_flops(shard, weights, gradients[0][0])
 
 
+def _column_flops(left: Shape, weights: Sequence[Shape], *_: object, **__: object) -> int:
+    return 2 * left[0] * sum(map(math.prod, weights))
+
+
+def _column_backward_flops(
+    _gradients: Sequence[Shape], left: Shape, weights: Sequence[Shape], *_: object, **__: object
+) -> int:
+    return 2 * _column_flops(left, weights)
+
+
 def _multiplied_flops(left: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * left[0] * math.prod(weight)
 
@@ -325,6 +415,8 @@ def _added_flops(lefts: Sequence[Shape], weights: Sequence[Shape], *_: object, *
 
 _count(_gathered_flops, all_gather_matmul)
 _count(_gathered_backward_flops, all_gather_matmul_backward)
+_count(_column_flops, column_parallel_matmul)
+_count(_column_backward_flops, column_parallel_matmul_backward)
 _count(_multiplied_flops, matmul_reduce_scatter, matmul_all_reduce, all_to_all_matmul)
 _count(_multiplied_backward_flops, matmul_reduce_scatter_backward, all_to_all_matmul_backward)
-_count(_added_flops, matmuls_reduce_scatter)
+_count(_added_flops, matmuls_reduce_scatter, matmuls_all_reduce)

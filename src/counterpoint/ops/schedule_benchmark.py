@@ -20,8 +20,7 @@ from counterpoint.ops.runtime import Request, Runtime
 from counterpoint.ops.transport import AbstractCompiledSchedule
 from counterpoint.schedule import Problem, ScheduleDescription, split
 from counterpoint.schedule.actions import DataType, Pass
-from counterpoint.schedule.generate import scheduled_pass
-from counterpoint.schedule.operations import OPERATORS
+from counterpoint.schedule.operations import OPERATORS, scheduled_pass
 
 SEED = 17
 ROUNDINGS = 2  # error of results in their type, from each rank

@@ -26,8 +26,8 @@ from counterpoint.schedule.estimate import (
     estimate_ideal,
     estimate_sequential,
 )
-from counterpoint.schedule.generate import scheduled_pass
 from counterpoint.schedule.heuristic import Pick, RankedSchedule, pick_schedule, rank_candidates
+from counterpoint.schedule.operations import scheduled_pass
 from counterpoint.schedule.program import make_program
 from counterpoint.sim.nodes import check_ranks
 from counterpoint.units import format_bytes, format_change, format_count, format_span, format_us

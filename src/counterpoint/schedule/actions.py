@@ -20,7 +20,9 @@ from counterpoint.schedule.routing import MAX_RANKS, Routing
 from counterpoint.value import Value, require
 
 ExpertOperation = Literal["dispatch_grouped_matmul", "grouped_matmul_combine", "expert_ffn"]  # uneven blocks, by a routing
-Operation = Literal["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "all_to_all_matmul"]
+Operation = Literal[
+    "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "column_parallel_matmul", "all_to_all_matmul"
+]
 Pass = Literal["forward", "backward"]
 DataType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 # begin, end: see above. copy: to another rank, by a copy engine. place: a copy within a rank. matmul: writes rows @ weight;

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from counterpoint.schedule.actions import Action, CopySchedule, Pass, Region, split
-from counterpoint.schedule.generate import scheduled_pass
-from counterpoint.schedule.operations import OPERATORS, Content, PassDefinition
+from counterpoint.schedule.operations import OPERATORS, Content, PassDefinition, scheduled_pass
 from counterpoint.schedule.routing import Routing
 from counterpoint.schedule.slices import sliced_parts
 
@@ -267,13 +266,13 @@ def _lengths_fit(action: Action) -> bool:
 
 
 def _weight_gradient_faults(schedule: CopySchedule, action: Action, read: Sequence[list[Run]]) -> Iterator[str]:
-    """Yield faults unless both operands are complete, and the gathered one holds the rows of all ranks in order."""
+    """Yield faults unless both operands are complete, and the gathered or left one holds its rows in order."""
     definition = _pass_of(schedule)
     assert definition.gathered is not None, "a pass with a weight's gradient"
     wanted = _merged(_runs_of(definition.gathered, schedule, action.rank))
     for region, runs in zip(action.reads, read, strict=True):
-        if region.buffer == "gathered" and _merged(runs) != wanted:
-            yield f"the weight gradient of rank {action.rank} reads rows of '{region.buffer}' that are not the gathered ones"
+        if region.buffer in ("gathered", "left") and _merged(runs) != wanted:
+            yield f"the weight gradient of rank {action.rank} reads other rows of '{region.buffer}' than it is made of"
 
 
 def _runs_of(content: Content, schedule: CopySchedule, rank: int) -> list[Run]:

@@ -11,7 +11,7 @@ from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import CopySchedule, Operation, Pass, Problem
 from counterpoint.schedule.builder import Builder
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.schedule.operations import OPERATORS, PassDefinition
+from counterpoint.schedule.operations import OPERATORS, scheduled_pass
 from counterpoint.schedule.slices import sliced_builder
 from counterpoint.value import require
 
@@ -62,13 +62,3 @@ def make_schedule(problem: Problem, description: ScheduleDescription, direction:
         builder.buffer(buffer.name, buffer.home, *buffer.shape(problem, longest))
     definition.generate(builder)
     return builder.finish(direction, problem.num_rows)
-
-
-def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:
-    """Return the definition of a pass that has schedules. Raises `ScheduleError` for a pass that copies nothing."""
-    definition = OPERATORS[operation].of_pass(direction)
-    if definition is None:
-        raise ScheduleError(
-            f"{operation} copies nothing in its {direction} pass, so it has no schedule. Use the forward pass."
-        )
-    return definition

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import Home, Operation, Pass, Problem, Region
 from counterpoint.schedule.builder import Builder, Rows, region, require_pattern
 from counterpoint.schedule.gather_schedules import (
@@ -23,6 +24,7 @@ from counterpoint.schedule.gather_schedules import (
 from counterpoint.schedule.reduce_schedules import reduce_blocks, send_partials
 
 Blocks = Sequence[Rows]
+DIRECTIONS: tuple[Pass, ...] = ("forward", "backward")
 
 
 class BufferDefinition(NamedTuple):
@@ -83,10 +85,10 @@ class PassDefinition(NamedTuple):
 
 
 class OperatorDefinition(NamedTuple):
-    """An operator. `left_name` is the callers' name of its left operand; without `backward`, that pass copies nothing."""
+    """An operator. `left_name` is the callers' name of its left operand; a pass that is None copies nothing."""
 
     left_name: str
-    forward: PassDefinition
+    forward: PassDefinition | None
     backward: PassDefinition | None
     takes_several_weights: bool = False
 
@@ -96,7 +98,7 @@ class OperatorDefinition(NamedTuple):
 
     def passes(self) -> tuple[Pass, ...]:
         """Return the passes that have schedules."""
-        return ("forward",) if self.backward is None else ("forward", "backward")
+        return tuple(direction for direction in DIRECTIONS if self.of_pass(direction) is not None)
 
 
 # --- what results hold ---
@@ -113,6 +115,11 @@ def _whole_sum(blocks: Blocks, _rank: int) -> list[Part]:
 
 def _sum_of(rows: Rows, num_ranks: int) -> Part:
     return Part(rows[1] - rows[0], tuple(Source(each, "activation", rows[0], (each,)) for each in range(num_ranks)))
+
+
+def _own_rows(blocks: Blocks, rank: int) -> list[Part]:
+    num_rows = blocks[-1][1]
+    return [Part(num_rows, (Source(rank, "left", 0),))]
 
 
 def _all_shards(blocks: Blocks, _rank: int) -> list[Part]:
@@ -179,7 +186,20 @@ def _matmul_reduce_scatter_backward(builder: Builder) -> None:
 
 
 def _matmul_all_reduce(builder: Builder) -> None:
-    """Send what reduce-scatter finishes to all peers, chunk by chunk."""
+    _place_landed(builder, _all_reduce(builder, builder.problem.num_columns))
+
+
+def _column_parallel_matmul_backward(builder: Builder) -> None:
+    """Sum the gradient of the left operand first: the weight gradient's matmul hides the copies that send the sums out."""
+    problem = builder.problem
+    pushed = _all_reduce(builder, problem.num_inner)
+    for rank in range(builder.num_ranks):
+        weight_gradient(builder, ("left", "activation"), region(rank, "left", 0, (0, problem.num_rows)), ())
+    _place_landed(builder, pushed)
+
+
+def _all_reduce(builder: Builder, num_columns: int) -> list[tuple[Region, int]]:
+    """Send what reduce-scatter finishes to all peers, chunk by chunk. Return (target, copy)."""
     num_ranks = builder.num_ranks
     starts = [start for start, _ in builder.blocks]
     begins = builder.begin()
@@ -193,8 +213,8 @@ def _matmul_all_reduce(builder: Builder) -> None:
             after = [position, begins[rank]]
             pushed.append((target, builder.add("copy", stream, rank, reads=[source], writes=[target], after=after)))
 
-    reduce_blocks(builder, begins, starts, builder.problem.num_columns, finished=send_out)
-    _place_landed(builder, pushed)
+    reduce_blocks(builder, begins, starts, num_columns, finished=send_out)
+    return pushed
 
 
 def _all_to_all_matmul(builder: Builder) -> None:
@@ -308,6 +328,25 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
             ),
             backward=None,  # the product's gradient is the same on every rank
         ),
+        "column_parallel_matmul": OperatorDefinition(
+            left_name="activation",
+            takes_several_weights=True,
+            forward=None,  # product = activation @ weight: every rank has the whole activation
+            backward=PassDefinition(  # product = all-reduce(gradient @ weight^T); activation^T @ gradient
+                buffers=(
+                    BufferDefinition("left", "given", "all", "inner"),
+                    BufferDefinition("activation", "given", "all", "columns"),
+                    BufferDefinition("product", "result", "all", "inner"),
+                    BufferDefinition("reduced", "symmetric", "all", "inner"),
+                    BufferDefinition("weight_gradient", "result", "inner", "columns"),
+                ),
+                generate=_column_parallel_matmul_backward,
+                product=_whole_sum,
+                is_reduction=True,
+                gathered=_own_rows,
+                num_crossings=2,
+            ),
+        ),
         "all_to_all_matmul": OperatorDefinition(
             left_name="tokens",
             forward=PassDefinition(  # product = all-to-all(tokens) @ weight
@@ -341,17 +380,33 @@ OPERATORS: Mapping[Operation, OperatorDefinition] = MappingProxyType(
 )
 
 
+def scheduled_pass(operation: Operation, direction: Pass) -> PassDefinition:
+    """Return the definition of a pass that has schedules. Raises `ScheduleError` for a pass that copies nothing."""
+    definition = OPERATORS[operation].of_pass(direction)
+    if definition is None:
+        raise ScheduleError(
+            f"{operation} copies nothing in its {direction} pass, so it has no schedule. Use the "
+            f"{'forward' if direction == 'backward' else 'backward'} pass."
+        )
+    return definition
+
+
 def only_reduces(problem: Problem, direction: Pass) -> bool:
     """Return whether a pass sends products, and no matmul of it takes in rows of other ranks."""
     definition = OPERATORS[problem.operation].of_pass(direction)
-    return definition is not None and definition.is_reduction and definition.gathered is None
+    if definition is None or not definition.is_reduction:
+        return False
+    return all(buffer.name != "gathered" for buffer in definition.buffers)
 
 
 def most_block_bytes(problem: Problem) -> int:
-    """Return what the ranks with the largest blocks send to a peer in forward."""
+    """Return what the ranks with the largest blocks send to a peer, in forward if that pass copies anything."""
     return -(-problem.num_rows // problem.num_ranks) * num_sent_columns(problem) * problem.element_bytes
 
 
 def num_sent_columns(problem: Problem) -> int:
-    """Return the columns of the rows sent in forward: those of the product if it is reduced, else of the left operand."""
-    return problem.num_columns if OPERATORS[problem.operation].forward.is_reduction else problem.num_inner
+    """Return the columns of the rows sent in forward: those of the product if it is reduced, else of the left operand,
+    whose gradient is sent where forward copies nothing.
+    """
+    forward = OPERATORS[problem.operation].forward
+    return problem.num_columns if forward is not None and forward.is_reduction else problem.num_inner

@@ -17,7 +17,7 @@ from counterpoint.errors import ScheduleError
 from counterpoint.schedule.actions import Action, Buffer, Problem, Region, split
 from counterpoint.schedule.builder import Builder, Rows
 from counterpoint.schedule.description import ScheduleDescription
-from counterpoint.schedule.operations import OPERATORS, Part, Source
+from counterpoint.schedule.operations import Part, Source, scheduled_pass
 from counterpoint.units import format_choice
 from counterpoint.value import require
 
@@ -35,7 +35,7 @@ def sliced_builder(problem: Problem, description: ScheduleDescription) -> Builde
     blocks = split(problem.num_rows, problem.num_ranks)
     builder.blocks = tuple((count * start, count * stop) for start, stop in blocks)
     longest = max(stop - start for start, stop in blocks)
-    definition = OPERATORS[problem.operation].forward
+    definition = scheduled_pass(problem.operation, "forward")
     for buffer in definition.buffers:
         builder.buffer(buffer.name, buffer.home, *buffer.shape(narrow, count * longest))
     definition.generate(builder)

@@ -21,7 +21,7 @@ from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.schedule.estimate import computation_us, estimate
 from counterpoint.schedule.generate import make_schedule
 from counterpoint.schedule.heuristic import pick_schedule
-from counterpoint.schedule.operations import OPERATORS
+from counterpoint.schedule.operations import scheduled_pass
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import USUAL_ELEMENT_TYPE, CostModel
 from counterpoint.sim.matmul_pairs import FED_COLLECTIVES, OPERATOR_OF, MatmulPair
@@ -75,7 +75,7 @@ class OverlapModel:
         found = _beyond_matmul(problem, schedule, self._machine)
         if isinstance(found, str):
             return found
-        is_reduction = OPERATORS[problem.operation].forward.is_reduction
+        is_reduction = scheduled_pass(problem.operation, "forward").is_reduction
         least = self._calibration.reduction_exposed_us if is_reduction else self._calibration.gather_exposed_us
         return msgspec.structs.replace(found, exposed_us=max(least.value, found.exposed_us))
 

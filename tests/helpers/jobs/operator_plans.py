@@ -226,7 +226,7 @@ def tuned() -> None:
     kept = {each.name: each.descriptions[each.chosen].label() for each in found.operators}
     used = {each.name: each.schedule.label() for each in ops.explain() if " with " not in each.request}
     assert used.items() <= kept.items()
-    assert len(used) == 7
+    assert len(used) == 8
     assert all(each.reason.startswith("measured: ") for each in ops.explain() if " with " not in each.request)
     report("tuned")
     print(f"plan: {write_toml(found.plan)!r}", flush=True)
@@ -311,7 +311,7 @@ def operands() -> None:
     found.clear()
     tune_operators(timer=Clock(lambda label, rank: 1.0), num_rounds=3)
     Collectives.run = run
-    assert len(called) == 7
+    assert len(called) == 8
     assert found == called
     report("operands")
 

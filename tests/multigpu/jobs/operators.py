@@ -92,6 +92,8 @@ def results() -> None:
                 lefts, weights = operands(name, num_rows, seed=1)
                 for each in (*lefts, *weights):
                     each.requires_grad_()
+                if name == "column_parallel_matmul":  # all ranks have the same left operand, so its gradients are summed
+                    lefts = lefts[:1] * len(lefts)
                 wanted = [reference(name, lefts, weights, other) for other in range(len(lefts))]
                 left, weight = lefts[rank].detach().clone().requires_grad_(), weights[rank].detach().clone().requires_grad_()
                 found = operator(left, weight, schedule=description, **keywords(name, num_rows))
