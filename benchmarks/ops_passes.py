@@ -33,6 +33,7 @@ PASSES: tuple[tuple[Operation, Pass], ...] = (
     ("all_gather_matmul", "backward"),
     ("matmul_reduce_scatter", "backward"),
     ("matmul_all_reduce", "forward"),
+    ("column_parallel_matmul", "backward"),
     ("all_to_all_matmul", "forward"),
     ("all_to_all_matmul", "backward"),
 )
@@ -101,6 +102,7 @@ def _summary(times_us: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b-up-8k,70b-qkv-8k,405b-qkv-4k")
+    parser.add_argument("--operations", default="", help="names of operators, comma-separated; all if empty")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
         "--both-sets", action="store_true", help="time candidates of gathers and of reductions in every pass"
@@ -114,6 +116,8 @@ def main() -> None:
     for shape in shapes_named(arguments.shapes):
         assert isinstance(shape, Shape), "a layer"
         for operation, direction in PASSES:
+            if arguments.operations and operation not in arguments.operations.split(","):
+                continue
             found = run_case(runtime, problem_of(operation, shape), direction, arguments)
             results.append({"shape": shape.name, **found})
             save(arguments.output, results)

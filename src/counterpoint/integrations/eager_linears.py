@@ -17,16 +17,22 @@ from counterpoint.integrations.sequence_shards import Route, is_one_sequence, ro
 from counterpoint.ops import operators
 from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
 
-OPERATORS = (operators.all_gather_matmul, operators.matmul_reduce_scatter, operators.matmul_all_reduce)
+OPERATORS = (
+    operators.all_gather_matmul,
+    operators.matmul_reduce_scatter,
+    operators.matmul_all_reduce,
+    operators.column_parallel_matmul,
+)
 
 
 @final
 class EagerLinear:
-    """One of `OPERATORS` for inputs whose tokens are dimension `dim`; a gather takes several weights."""
+    """One of `OPERATORS` for inputs whose tokens are dimension `dim`; those of columns take several weights."""
 
     def __init__(self, operator: Operator, dim: int, route: Route) -> None:
         self.operator, self.dim, self.route = operator, dim, route
         self._gathers = operator is operators.all_gather_matmul
+        self._sums_gradient = operator is operators.column_parallel_matmul
         self._scatters = operator is operators.matmul_reduce_scatter
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinear":
@@ -67,6 +73,8 @@ class EagerLinear:
         if self._gathers:
             products = self.operator.run_unobserved(rows, transposed, num_ranks * rows.shape[0], group_name, schedule)
             num_tokens *= num_ranks
+        elif self._sums_gradient:
+            products = self.operator.run_unobserved(rows, transposed, group_name, schedule)
         else:
             products = (self.operator.run_unobserved(rows, transposed[0], group_name, schedule),)
             num_tokens //= num_ranks if self._scatters else 1

@@ -150,7 +150,7 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh
         mesh=mesh,
         input_layouts=(style.input_layouts,),
         output_layouts=(style.output_layouts,),
-        is_output_local=bool(style.use_local_output),
+        is_output_local=bool(style.use_local_output) and (kind == "row" or style.output_layouts == Shard(-1)),
     )
 
 

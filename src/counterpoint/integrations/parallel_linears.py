@@ -1,8 +1,8 @@
 """The replacements of `forward` in tensor-parallel linears.
 
-Column-parallel linears that are assumed to have the same input share one gather; if that proves wrong, they are
-separated. If a linear's output hook would make its output local anyway, it returns a local tensor: going through DTensor
-and back takes the host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
+Column-parallel linears that are assumed to have the same input share one gather, or one sum of its gradient; if that
+proves wrong, they are separated. If a linear's output hook would make its output local anyway, it returns a local tensor:
+going through DTensor and back takes the host some 100 us, forward and backward together (measured on a CPU, 2026-11-21).
 
 One `Switch` decides for all linears of a model. torch.compile guards on it as on any attribute: each of its two states
 is compiled once, and neither is compiled again. Linears get a bound method as their `forward`, because dynamo would
@@ -25,6 +25,7 @@ from counterpoint.integrations.sequence_shards import (
     gather_multiply,
     multiply_all_reduce,
     multiply_scatter,
+    multiply_whole,
     neighbor_product,
     why_not_multiplied,
 )
@@ -81,42 +82,52 @@ class SharedInput:
 
 @final
 class ColumnwiseForward:
-    """A column-parallel linear with a sequence-sharded input.
+    """A column-parallel linear with a sequence-sharded input, or with `is_whole` one that is the same on every rank.
 
     `group`: the linears that are assumed to be called with the same input, this one at `position`. `input_dim`: the
     dimension in which a plain tensor is sharded; None if another module's hook turns inputs into DTensors.
     """
 
     def __init__(
-        self, linear: nn.Linear, layout: LinearLayout, rest: tuple[SharedInput, Switch, str], input_dim: int | None = None
+        self,
+        linear: nn.Linear,
+        layout: LinearLayout,
+        rest: tuple[SharedInput, Switch, str],
+        *,
+        input_dim: int | None = None,
+        is_whole: bool = False,
     ) -> None:
         self.linear, self.layout, self._forward = linear, layout, linear.forward
         self.shared, self._switch, schedule = rest
         self._mesh, self._is_output_local, self._kind = layout.mesh, layout.is_output_local, layout.mesh.device_type
         self._route = layout.route(schedule)
-        self._input_dim, self._eager = input_dim, EagerLinears(operators.all_gather_matmul, self._route)
+        self._input_dim, self.is_whole = input_dim, is_whole
+        operator = operators.column_parallel_matmul if is_whole else operators.all_gather_matmul
+        self._eager = EagerLinears(operator, self._route)
         self.group: tuple[ColumnwiseForward, ...] = (self,)
         self.position = 0
 
     def join(self, group: "tuple[ColumnwiseForward, ...]") -> None:
-        """Share the gather of the linears of a group."""
+        """Share the communication of the linears of a group."""
         self.group, self.position = group, group.index(self)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """Run the linear: by the operator for a sequence-sharded input, as originally for any other."""
+        """Run the linear: by the operator for an input of the kind that was taken, as originally for any other."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
-        dim = self._sharded_dim(given)
+        dim = self._token_dim(given)
         if dim is None:
-            return self._forward(given)
+            self._count_distributed(given)
+            return self._forward(_as_prepared(given, self.layout))
         num_parts = self._route.num_ranks if isinstance(given, DTensor) else 1
         if _runs_originally((given.shape, dim, num_parts), self._route):
-            return self._forward(_as_prepared(given, self.layout).redistribute(placements=[Replicate()]))
+            prepared = _as_prepared(given, self.layout)
+            if isinstance(prepared, DTensor):
+                prepared = prepared.redistribute(placements=[Replicate()])
+            return self._forward(prepared)
         if torch.compiler.is_compiling():
             weights = [member.linear.weight for member in self.group]
             product = neighbor_product(given, weights, self.position, tuple(self._route))
-        elif not isinstance(given, DTensor):
-            product = self.multiply(given)[self.position]
         else:
             product = self.shared.product(self, given)
         bias = self.linear.bias
@@ -126,6 +137,11 @@ class ColumnwiseForward:
             return product
         return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
 
+    def _count_distributed(self, given: torch.Tensor) -> None:
+        """Count a call whose input was to be plain and is a DTensor. Code made by torch.compile does not count it."""
+        if self.is_whole and isinstance(given, DTensor) and not torch.compiler.is_compiling():
+            calls_of(self._route.group_name).add_library("an input that is a DTensor already", is_original=True)
+
     def conditions(self, given: torch.Tensor) -> tuple[object, ...]:
         """See `conditions_of`; the same for all linears of the group. Parametrized weights are none of theirs."""
         weights = [member.linear._parameters.get("weight") for member in self.group]
@@ -134,17 +150,23 @@ class ColumnwiseForward:
     def multiply(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the products of the linears of the group, without their biases."""
         weights = [member.linear.weight for member in self.group]
-        dim = self._sharded_dim(given)
-        assert dim is not None, "a plain input belongs to a linear that gathers its own"
+        dim = self._token_dim(given)
+        assert dim is not None, "only inputs for the operator come here"
         products = self._eager.of(dim)(given, weights)
         if products is not None:
             return products
-        shard = given.to_local() if isinstance(given, DTensor) else given
+        local = cast_for_matmul(given.to_local() if isinstance(given, DTensor) else given)
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
-        return gather_multiply(cast_for_matmul(shard), parts, dim, self._route)
+        if self.is_whole:
+            return multiply_whole(local, parts, self._route)
+        return gather_multiply(local, parts, dim, self._route)
 
-    def _sharded_dim(self, given: torch.Tensor) -> int | None:
-        """Return the dimension in which an input is sharded; None if it is whole."""
+    def _token_dim(self, given: torch.Tensor) -> int | None:
+        """Return the dimension that holds the rows of an input for the operator; None for an input that is not the
+        operator's. Without gradients, nothing is ever sent for a whole input.
+        """
+        if self.is_whole:
+            return 0 if torch.is_grad_enabled() and not isinstance(given, DTensor) else None
         if not isinstance(given, DTensor):
             return self._input_dim
         placement = given.placements[0]

@@ -1,11 +1,12 @@
 """Tensor-parallel linears on local tensors: what their forward and backward passes compute by operators.
 
-Column-parallel: every rank has some tokens with all features, gathers all tokens, and multiplies them by its columns.
+Column-parallel: every rank has some tokens with all features, gathers all tokens, and multiplies them by its columns; or it
+has all tokens, and their gradient is summed over the ranks.
 Row-parallel: every rank has all tokens with some features, multiplies by its rows, and keeps its tokens of the sum, or all
 of them. The sharded dimension is moved to the front, so that a rank's tokens are consecutive rows; with one sequence that
 is free.
 
-Several column-parallel weights on one input share one gather.
+Several column-parallel weights on one input share one gather, or one sum.
 """
 
 from collections.abc import Sequence
@@ -37,6 +38,13 @@ def gather_multiply(
     products = operators.all_gather_matmul(rows, transposed, num_rows, route.group_name, route.schedule)
     shape = (shard.shape[dim] * route.num_ranks, *shard.shape[:dim], *shard.shape[dim + 1 : -1])
     return tuple(with_tokens_at(dim, product, shape) for product in products)
+
+
+def multiply_whole(activation: torch.Tensor, weights: Sequence[torch.Tensor], route: Route) -> tuple[torch.Tensor, ...]:
+    """Return an activation that every rank has, times each of the (columns, K) weights; its gradient is summed once."""
+    transposed = [weight.t() for weight in weights]
+    products = operators.column_parallel_matmul(rows_of(activation, 0), transposed, route.group_name, route.schedule)
+    return tuple(product.view(*activation.shape[:-1], product.shape[1]) for product in products)
 
 
 def multiply_scatter(activation: torch.Tensor, weight: torch.Tensor, dim: int, route: Route) -> torch.Tensor:
@@ -92,9 +100,11 @@ def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: R
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch is untyped here
-def neighbor_product(given: DTensor, weights: list[DTensor], position: int, route: tuple[str, int, str]) -> torch.Tensor:
-    """Return the product of the weight at `position`, for code made by torch.compile; (tokens, K) as in
-    `gather_multiply`.
+def neighbor_product(
+    given: torch.Tensor, weights: list[DTensor], position: int, route: tuple[str, int, str]
+) -> torch.Tensor:
+    """Return the product of the weight at `position`, for code made by torch.compile: as `gather_multiply` of a DTensor, and
+    as `multiply_whole` of a plain tensor.
 
     Dynamo does not trace inside. Neighbors must share one operator, but under activation checkpointing dynamo rejects
     code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
@@ -103,9 +113,11 @@ def neighbor_product(given: DTensor, weights: list[DTensor], position: int, rout
     conditions = conditions_of(given.device.type, [given, *weights])
     earlier, waiting = vars(given).get(READY, (None, {}))
     if earlier != conditions or position not in waiting:
-        dim = given.placements[0].dim
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
-        products = gather_multiply(cast_for_matmul(given.to_local()), parts, dim, Route(*route))
+        if isinstance(given, DTensor):
+            products = gather_multiply(cast_for_matmul(given.to_local()), parts, given.placements[0].dim, Route(*route))
+        else:
+            products = multiply_whole(cast_for_matmul(given), parts, Route(*route))
         waiting = dict(enumerate(products))
         vars(given)[READY] = conditions, waiting
     product: torch.Tensor = waiting.pop(position)

@@ -6,10 +6,11 @@
     overlapped.use(False)                      # between steps: as before, and use(True) again
     overlapped.undo()
 
-Column-parallel linears become all-gather + matmul, row-parallel ones matmul + reduce-scatter, forward and backward.
-Row-parallel ones whose output is whole, as in Hugging Face models, become matmul + all-reduce. Neighbors in a module (q,
-k and v; gate and up) are assumed to have the same input and share one gather; if that proves wrong they are separated,
-and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
+Column-parallel linears become all-gather + matmul, row-parallel ones matmul + reduce-scatter, forward and backward. If
+activations are whole on every rank instead, as in Hugging Face models, row-parallel linears become matmul + all-reduce, and
+column-parallel ones sum their input's gradient beside the matmul of their weight gradient. Neighbors in a module (q, k and
+v; gate and up) are assumed to have the same input and share one gather or one sum; if that proves wrong they are
+separated, and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
 
 Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; for any other use in the module,
 DTensor itself gathers them. With FSDP2, call `overlap` before or after `fully_shard`, but not between a forward and a
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import IntegrationError
+from counterpoint.integrations.eager_linears import OPERATORS as EAGER_OPERATORS
 from counterpoint.integrations.layouts import LinearLayout, gathering_hook, is_sequence, is_split, linear_layout
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.parallel_linears import (
@@ -32,7 +34,6 @@ from counterpoint.integrations.parallel_linears import (
     SharedInput,
 )
 from counterpoint.integrations.switched_hooks import annotate, keep_sharded, pass_on
-from counterpoint.ops import operators
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
@@ -40,10 +41,7 @@ __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears", "why_none_wa
 
 # The operators that a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose
 # results it saves are not computed and communicated again in the backward pass
-OPERATORS = tuple(
-    getattr(torch.ops.counterpoint, operator.name).default
-    for operator in (operators.all_gather_matmul, operators.matmul_reduce_scatter, operators.matmul_all_reduce)
-)
+OPERATORS = tuple(getattr(torch.ops.counterpoint, operator.name).default for operator in EAGER_OPERATORS)
 
 
 def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, is_on: bool = True) -> Overlapped:
@@ -64,6 +62,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     overlapped.require_new(linears, ParallelForward)
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     shared = {name: SharedInput() for name in gathering}
+    whole = {name.rpartition(".")[0]: SharedInput() for name, _ in linears}
     columns: dict[str, ColumnwiseForward] = {}
     for name, linear in linears:
         layout = linear_layout(linear)
@@ -72,7 +71,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
         elif layout.kind == "row":
             _take_row(overlapped, name, linear, (layout, text))
         else:
-            column = _take_column(overlapped, name, linear, (layout, _nearest(name, shared), text))
+            inputs = _nearest(name, shared), whole[name.rpartition(".")[0]]
+            column = _take_column(overlapped, name, linear, (layout, inputs, text))
             if column is not None:
                 columns[name] = column
     _join_neighbors(columns)
@@ -82,6 +82,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
             hooks = container._forward_pre_hooks
             overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
             overlapped.finish_with(container, shared[name])
+    for name in {name.rpartition(".")[0] for name, column in columns.items() if column.is_whole and len(column.group) > 1}:
+        overlapped.finish_with(module.get_submodule(name), whole[name])
     overlapped.require_taken(f"No linear of {type(module).__name__}")
     overlapped.say_refused()
     return overlapped
@@ -137,27 +139,33 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
 
 
 def _take_column(
-    overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[LinearLayout, SharedInput | None, str]
+    overlapped: Overlapped,
+    name: str,
+    linear: nn.Linear,
+    rest: tuple[LinearLayout, tuple[SharedInput | None, SharedInput], str],
 ) -> ColumnwiseForward | None:
     """Take a column-parallel linear; return one that may have neighbors."""
-    layout, shared, schedule = rest
+    layout, (shared, whole), schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if key is not None and is_sequence(layout.input_layouts[0]):
         shared_by_none, input_dim = SharedInput(), layout.input_layouts[0].dim
-        forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim)
+        forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim=input_dim)
         overlapped.replace_forward(name, linear, forward)
         overlapped.replace_hook(hooks, key, annotate(layout, hooks[key], overlapped.switch))
     elif key is not None and shared is not None:
         column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule))
         overlapped.replace_forward(name, linear, column)
         return column
+    elif layout.input_layouts[0] == Replicate() and (key is not None or layout.is_output_local):
+        column = ColumnwiseForward(linear, layout, (whole, overlapped.switch, schedule), is_whole=True)
+        overlapped.replace_forward(name, linear, column)
+        if key is not None:
+            overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
+        return column
     else:
         overlapped.refused[name] = (
-            "the input arrives whole, so there is nothing to gather in the forward pass"
-            if key is None
-            else "the input arrives whole, so there is nothing to gather. Give the module around it "
-            "PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()), without use_local_output and "
-            "without to_local in its forward, its parts' forwards or their hooks"
+            f"its input is {layout.input_layouts[0]!r} and its output {layout.output_layouts[0]!r}, but only a whole or "
+            "sequence-sharded input and an output sharded along the features are supported"
         )
     return None
 

@@ -189,7 +189,9 @@ def tensor_parallel_checkpointed() -> None:
 
 
 def tensor_parallel_whole_outputs() -> None:
-    """Row-parallel linears whose output is whole, as in Hugging Face models: matmul + all-reduce."""
+    """Linears whose inputs and outputs are whole, as in Hugging Face models: matmul + all-reduce, and inputs' gradients that
+    are summed once for all neighbors.
+    """
     results: list[list[torch.Tensor]] = []
     for is_ours in (False, True):
         torch.manual_seed(0)
@@ -209,10 +211,12 @@ def tensor_parallel_whole_outputs() -> None:
             found += [each.grad.full_tensor() for each in mlp.parameters() if isinstance(each.grad, DTensor)]
         results.append(found)
         if overlapped is not None:
-            assert overlapped.taken == ["down"]
-            assert overlapped.num_by_copies == 2
-            assert set(overlapped.refused) == {"gate", "up"}
-            assert "arrives whole" in str(overlapped)
+            assert overlapped.taken == ["gate", "up", "down"]
+            assert overlapped.num_by_copies == 4
+            assert not overlapped.refused
+            with torch.no_grad():
+                assert_close([mlp(given)], results[0][:1], 1e-12)
+            assert overlapped.num_by_copies == 5, "only the row-parallel linear sends anything without gradients"
     assert_close(results[1], results[0], 1e-12)
 
 
