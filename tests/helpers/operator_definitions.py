@@ -58,24 +58,26 @@ def reference(name: str, lefts: list[torch.Tensor], weights: list[torch.Tensor],
     return total if name == "matmul_all_reduce" else total.tensor_split(num_ranks)[rank]
 
 
+SEVERAL = ("all_gather_matmul", "column_parallel_matmul")  # those that take several weights
+
+
 def products_and_gradients(
-    left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
+    name: str, left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
 ) -> list[torch.Tensor | None]:
-    """Of one gather for several weights: the products, the left operand's gradient, and each weight's, for gradients of
-    ones."""
+    """Of one call for several weights: the products, and from ones all operands' gradients, the left one's first."""
     left.grad = None
     for weight in weights:
         weight.grad = None
-    products = ops.all_gather_matmul(left, weights, schedule=description, num_rows=num_rows)
+    products = getattr(ops, name)(left, weights, schedule=description, **keywords(name, num_rows))
     torch.autograd.backward(products, [torch.ones_like(product) for product in products])
     return [*(product.detach() for product in products), left.grad, *(weight.grad for weight in weights)]
 
 
 def products_and_gradients_apart(
-    left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
+    name: str, left: torch.Tensor, weights: Sequence[torch.Tensor], description: ScheduleDescription | None, num_rows: int
 ) -> list[torch.Tensor]:
-    """The same of one gather for each weight; the left operand's gradients are summed in double precision."""
-    alone = [products_and_gradients(left, [weight], description, num_rows) for weight in weights]
+    """The same of one call for each weight; the left operand's gradients are summed in double precision."""
+    alone = [products_and_gradients(name, left, [weight], description, num_rows) for weight in weights]
     return [*(each[0] for each in alone), sum(each[1].double() for each in alone), *(each[2] for each in alone)]
 
 

@@ -59,7 +59,13 @@ GROUPS = {
         "fsdp2_without_memory",
     ),
     "tensor parallel": ("tensor_parallel_blocks", "tensor_parallel_trains", "tensor_parallel_annotated"),
-    "tensor parallel, switched": ("tensor_parallel_switches", "tensor_parallel_whole_outputs", "tensor_parallel_in_a_job"),
+    "tensor parallel, switched": (
+        "tensor_parallel_switches",
+        "tensor_parallel_whole_activations",
+        "tensor_parallel_whole_and_frozen",
+        "tensor_parallel_whole_neighbors_part",
+        "tensor_parallel_in_a_job",
+    ),
     "tensor parallel, compiled": (
         "tensor_parallel_compiled",
         "tensor_parallel_checkpointed",

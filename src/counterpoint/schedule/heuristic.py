@@ -56,6 +56,10 @@ SHORT_CALL_US = 3000.0
 # In short calls two ranks cut blocks into halves if the estimate is a near tie. Of 166 stored reductions on 2 GPUs that
 # changes six picks, by -7.9 to +0.3 %
 HALVES = (RING_OF_HALVES, SENT_HALVES)
+# Of column_parallel_matmul's backward pass two ranks always cut blocks into halves in a ring, even if the estimate is up to
+# that much longer: in five shapes on 2 H200s it took 2.4 to 5.1 % less than the sent halves that were estimated as fastest,
+# where 0.4 to 1.2 % more were estimated. More than two ranks were not measured
+HALVES_TIE = 0.02
 # In short calls more than two ranks leave blocks undivided even if the estimate is up to that much longer. In such calls of
 # matmul + reduce-scatter on 4 H200s, estimates of divided blocks were up to 17 % too short (`ring/4`), and those of
 # undivided ones 6 % (66 cases, ops_seeded_4x_h200.json and ops_grid_again_4x_h200.json). Picks are as good from 3 to 4 ms
@@ -135,6 +139,8 @@ def _preferred(
     """Return what is taken before other candidates, in order: each if its estimate is at most that share above the least."""
     if not only_reduces(problem, direction):
         return ()
+    if problem.operation == "column_parallel_matmul" and problem.num_ranks == 2:
+        return ((RING_OF_HALVES, HALVES_TIE),)
     is_short = Clock(problem, machine, costs).multiplied_us < SHORT_CALL_US
     if problem.num_ranks == 2:
         return tuple((each, NEAR_TIE) for each in HALVES) if is_short else ()

@@ -109,8 +109,12 @@ from integration_sections.tensor_parallel_switched import (
     tensor_parallel_compiled_with_fsdp2,
     tensor_parallel_in_a_job,
     tensor_parallel_switches,
-    tensor_parallel_whole_outputs,
     tensor_parallel_without_memory,
+)
+from integration_sections.tensor_parallel_whole import (
+    tensor_parallel_whole_activations,
+    tensor_parallel_whole_and_frozen,
+    tensor_parallel_whole_neighbors_part,
 )
 from integration_sections.two_levels import (
     two_levels_give_the_sequential_results,
@@ -200,7 +204,9 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_without_memory,
         tensor_parallel_compiled,
         tensor_parallel_checkpointed,
-        tensor_parallel_whole_outputs,
+        tensor_parallel_whole_activations,
+        tensor_parallel_whole_and_frozen,
+        tensor_parallel_whole_neighbors_part,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,
         expert_parallel_layers,

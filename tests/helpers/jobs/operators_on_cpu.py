@@ -1,5 +1,6 @@
 """Ranks on CPUs that run the operators in the way named by the argument and print `NAME: ok` for each thing that holds."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -14,8 +15,11 @@ from counterpoint.errors import CounterpointError
 from counterpoint.ops import operators
 from counterpoint.ops.runtime import MAX_SCHEDULES, all_runtimes
 from counterpoint.schedule import SEQUENTIAL, ScheduleDescription
+from counterpoint.schedule.operations import OPERATORS as OPERATOR_DEFINITIONS
 from helpers.gloo_sections import report, run_sections
 from helpers.operator_definitions import (
+    SEVERAL,
+    Operator,
     draw,
     keywords,
     products_and_gradients,
@@ -163,19 +167,23 @@ def gradients() -> None:
 def frozen_weights_gather_nothing() -> None:
     """What a weight's gradient alone would need is not communicated for a weight that needs none."""
     rank = dist.get_rank()
-    runs = {"all_gather_matmul": "matmul_reduce_scatter of (24,", "matmul_reduce_scatter": "all_gather_matmul of (24,"}
+    runs = {
+        "all_gather_matmul": "matmul_reduce_scatter of (24,",
+        "matmul_reduce_scatter": "all_gather_matmul of (24,",
+        "column_parallel_matmul": "matmul_all_reduce of (24,",
+    }
     for name, wanted in runs.items():
         ops.release()
         lefts, weights = operands(name, 24, torch.float64)
         for schedule in (None, D(pattern="ring", chunks=2)):
             OPERATORS[name][0](lefts[rank].requires_grad_(), weights[rank], schedule=schedule).sum().backward()
-        assert [each.request.startswith(wanted) for each in ops.explain()] == [False, True] * 2, ops.explain()
-    ops.release()
-    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
-    products = ops.all_gather_matmul(lefts[rank].requires_grad_(), weights[rank].split([2, 3], 1), schedule=D(chunks=2))
-    sum(product.sum() for product in products).backward()
-    wanted = runs["all_gather_matmul"]
-    assert [each.request.startswith(wanted) for each in ops.explain()] == [False, True], ops.explain()
+        pair = [*[False] * (OPERATOR_DEFINITIONS[name].forward is not None), True]
+        assert [each.request.startswith(wanted) for each in ops.explain()] == pair * 2, ops.explain()
+        if name in SEVERAL:
+            ops.release()
+            products = OPERATORS[name][0](lefts[rank], weights[rank].split([2, 3], 1), schedule=D(chunks=2))
+            sum(product.sum() for product in products).backward()
+            assert ops.explain()[-1].request.startswith(wanted), ops.explain()
     report("frozen weights")
 
 
@@ -332,23 +340,23 @@ def compiled() -> None:
 
 
 def several_weights() -> None:
-    """One gather for several weights gives what one for each of them gives, and the sum of their shards' gradients."""
+    """One call for several weights gives what one for each of them gives, and the sum of their left operands' gradients."""
     rank = dist.get_rank()
-    for description in GATHERS:
-        for num_rows in (24, 23):
-            lefts, weights = operands("all_gather_matmul", num_rows, torch.float64)
+    for name in SEVERAL:
+        for description, num_rows in itertools.product(OPERATORS[name][1], (24, 23)):
+            lefts, weights = operands(name, num_rows, torch.float64)
             left = lefts[rank].clone().requires_grad_()
             parts = [part.clone().requires_grad_() for part in weights[rank].split([1, 3, 1], 1)]
-            found = products_and_gradients(left, parts, description, num_rows)
-            wanted = products_and_gradients_apart(left, parts, description, num_rows)
+            found = products_and_gradients(name, left, parts, description, num_rows)
+            wanted = products_and_gradients_apart(name, left, parts, description, num_rows)
             for one, other in zip(found, wanted, strict=True):
                 assert_close(one, other, (description, num_rows))
             for frozen in (parts[:1], parts):
                 for part in frozen:
                     part.requires_grad_(False)
-                again = products_and_gradients(left, parts, description, num_rows)
+                again = products_and_gradients(name, left, parts, description, num_rows)
                 assert all(torch.equal(*pair) for pair in zip(found[:3], again[:3], strict=True))
-                assert_close(again[3], found[3], "of the shard")
+                assert_close(again[3], found[3], "of the left operand")
                 assert [each is None for each in again[4:]] == [not part.requires_grad for part in parts]
     report("several weights")
 
@@ -356,20 +364,25 @@ def several_weights() -> None:
 def several_weights_looked_at() -> None:
     """torch.compile, dispatch modes and torch's own check take a list of weights."""
     rank, group_name = dist.get_rank(), dist.group.WORLD.group_name
-    lefts, weights = operands("all_gather_matmul", 24, torch.float64)
-    left = lefts[rank].clone().requires_grad_()
-    parts = [part.clone().requires_grad_() for part in weights[rank].split([2, 3], 1)]
-    torch.library.opcheck(operators.all_gather_matmul.custom, (left, parts, 24, group_name, ""))
-    wanted = products_and_gradients(left, parts, None, 24)
-    with Seen() as mode:
-        found = products_and_gradients(left, parts, None, 24)
-    assert {"counterpoint::all_gather_matmul", "counterpoint::all_gather_matmul_backward"} <= mode.names
-    left.grad = parts[0].grad = parts[1].grad = None
-    compiled = torch.compile(lambda *given: ops.all_gather_matmul(given[0], given[1:]), backend="aot_eager", fullgraph=True)
-    products = compiled(left, *parts)
-    torch.autograd.backward(products, [torch.ones_like(product) for product in products])
-    for others in (found, [*products, left.grad, *(part.grad for part in parts)]):
-        assert all(torch.equal(*pair) for pair in zip(wanted, others, strict=True))
+    for name in SEVERAL:
+        lefts, weights = operands(name, 24, torch.float64)
+        left = lefts[rank].clone().requires_grad_()
+        parts = [part.clone().requires_grad_() for part in weights[rank].split([2, 3], 1)]
+        torch.library.opcheck(getattr(operators, name).custom, (left, parts, *keywords(name, 24).values(), group_name, ""))
+        wanted = products_and_gradients(name, left, parts, None, 24)
+        with Seen() as mode:
+            found = products_and_gradients(name, left, parts, None, 24)
+        assert {f"counterpoint::{name}", f"counterpoint::{name}_backward"} <= mode.names
+        left.grad = parts[0].grad = parts[1].grad = None
+        operator = OPERATORS[name][0]
+
+        def call(*given: torch.Tensor, operator: Operator = operator) -> tuple[torch.Tensor, ...]:
+            return operator(given[0], given[1:])
+
+        products = torch.compile(call, backend="aot_eager", fullgraph=True)(left, *parts)
+        torch.autograd.backward(products, [torch.ones_like(product) for product in products])
+        for others in (found, [*products, left.grad, *(part.grad for part in parts)]):
+            assert all(torch.equal(*pair) for pair in zip(wanted, others, strict=True))
     report("several weights looked at")
 
 

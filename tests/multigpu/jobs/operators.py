@@ -18,6 +18,7 @@ from counterpoint.schedule import ScheduleDescription
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a job is run as a script: tests are not on the path
 from helpers.operator_definitions import (
+    SEVERAL,
     Operator,
     draw,
     keywords,
@@ -110,22 +111,23 @@ def results() -> None:
 
 
 def several_weights() -> None:
-    """One gather for several weights, issued, recorded and replayed, gives what one for each of them gives."""
+    """One call for several weights, issued, recorded and replayed, gives what one for each of them gives."""
     rank = dist.get_rank()
-    for description in GATHERS:
-        lefts, weights = operands("all_gather_matmul", 512, seed=5)
-        left = lefts[rank].clone().requires_grad_()
-        parts = [part.clone().requires_grad_() for part in weights[rank].split([256, 64, 64], 1)]
-        wanted = products_and_gradients_apart(left, parts, description, 512)
-        before = num_recordings()
-        first = products_and_gradients(left, parts, description, 512)
-        for _ in range(NUM_CALLS):
-            found = products_and_gradients(left, parts, description, 512)
-            assert all(torch.equal(*pair) for pair in zip(found, first, strict=True)), description
-        for one, other in zip(first, wanted, strict=True):
-            assert_close(one, other.double(), description)
-        is_cut = description is not None and not description.is_sequential
-        assert num_recordings() > before or not is_cut, (description, "is not recorded")
+    for name in SEVERAL:
+        for description in OPERATORS[name][1]:
+            lefts, weights = operands(name, 512, seed=5)
+            left = lefts[rank].clone().requires_grad_()
+            parts = [part.clone().requires_grad_() for part in weights[rank].split([256, 64, 64], 1)]
+            wanted = products_and_gradients_apart(name, left, parts, description, 512)
+            before = num_recordings()
+            first = products_and_gradients(name, left, parts, description, 512)
+            for _ in range(NUM_CALLS):
+                found = products_and_gradients(name, left, parts, description, 512)
+                assert all(torch.equal(*pair) for pair in zip(found, first, strict=True)), (name, description)
+            for one, other in zip(first, wanted, strict=True):
+                assert_close(one, other.double(), (name, description))
+            is_cut = description is not None and not description.is_sequential
+            assert num_recordings() > before or not is_cut, (name, description, "is not recorded")
     report("several weights")
 
 

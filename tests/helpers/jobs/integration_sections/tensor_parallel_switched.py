@@ -10,7 +10,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from counterpoint import ops
@@ -186,38 +185,6 @@ def tensor_parallel_checkpointed() -> None:
             watched(lambda *_, overlapped=overlapped, is_on=is_on: overlapped.use(not is_on))
             assert_close(results_of(model), wanted, 1e-12)
             assert overlapped.is_on is not is_on
-
-
-def tensor_parallel_whole_outputs() -> None:
-    """Linears whose inputs and outputs are whole, as in Hugging Face models: matmul + all-reduce, and inputs' gradients that
-    are summed once for all neighbors.
-    """
-    results: list[list[torch.Tensor]] = []
-    for is_ours in (False, True):
-        torch.manual_seed(0)
-        mlp = FeedForward(64).to(DEVICE, torch.float64)
-        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(mlp, whole_mesh(), plan)
-        overlapped = tensor_parallel.overlap(mlp, schedule=CHUNKED) if is_ours else None
-        given = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1)).to(DEVICE).double().requires_grad_()
-        found: list[torch.Tensor] = []
-        for run in (mlp, torch.compile(mlp, backend="aot_eager")):
-            mlp.zero_grad()
-            given.grad = None
-            output = run(given)
-            output.pow(2).sum().backward()
-            assert given.grad is not None
-            found += [output.detach(), given.grad]
-            found += [each.grad.full_tensor() for each in mlp.parameters() if isinstance(each.grad, DTensor)]
-        results.append(found)
-        if overlapped is not None:
-            assert overlapped.taken == ["gate", "up", "down"]
-            assert overlapped.num_by_copies == 4
-            assert not overlapped.refused
-            with torch.no_grad():
-                assert_close([mlp(given)], results[0][:1], 1e-12)
-            assert overlapped.num_by_copies == 5, "only the row-parallel linear sends anything without gradients"
-    assert_close(results[1], results[0], 1e-12)
 
 
 class Stumbles(FeedForward):

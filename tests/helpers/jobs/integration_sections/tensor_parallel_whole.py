@@ -1,0 +1,143 @@
+"""`overlap` on models whose activations are whole on every rank, as in Hugging Face models and torch's plain styles."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from counterpoint.integrations import tensor_parallel
+from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.schedule import ScheduleDescription
+from integration_sections.comparing import DEVICE, assert_close
+from integration_sections.parallel_blocks import FeedForward
+
+CHUNKED = ScheduleDescription(pattern="one_peer", chunks=2)
+NAMES = ("gate", "up", "down")
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class OfTwoInputs(FeedForward):
+    """Its gate has an input of its own, as keys and values have in cross-attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x * 2) * self.up(x))
+
+
+class Style:
+    """A style of transformers (read in 5.23): it keeps layouts in the closure of the forward that replaces the linear's."""
+
+    use_local_output = True
+
+    def __init__(self, layouts: tuple[Any, Any]) -> None:
+        self.input_layouts, self.output_layouts = layouts
+
+    def install(self, linear: nn.Linear, mesh: DeviceMesh) -> None:
+        original_forward = linear.forward
+
+        def tp_forward(x: torch.Tensor) -> torch.Tensor:
+            product = original_forward(DTensor.from_local(x, mesh, [self.input_layouts], run_check=False))
+            return product.redistribute(placements=[self.output_layouts]).to_local()
+
+        linear.forward = tp_forward
+
+
+def by_torch(mlp: FeedForward, mesh: DeviceMesh) -> None:
+    parallelize_module(mlp, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
+    layouts = {"ColwiseParallel": (Replicate(), Shard(-1)), "RowwiseParallel": (Shard(-1), Replicate())}
+    for name in NAMES:
+        linear, kind = mlp.get_submodule(name), "RowwiseParallel" if name == "down" else "ColwiseParallel"
+        for key, each in list(linear.named_parameters()):
+            placement = Shard(1 if kind == "RowwiseParallel" else 0)
+            if key == "bias" and kind == "RowwiseParallel":
+                placement = Replicate()
+            setattr(linear, key, nn.Parameter(distribute_tensor(each.detach(), mesh, [placement])))
+        type(kind, (Style,), {"__module__": "transformers.of_a_test"})(layouts[kind]).install(linear, mesh)
+
+
+def pair_of(
+    spread: Callable[[FeedForward, DeviceMesh], None], kind: type[FeedForward] = FeedForward
+) -> tuple[FeedForward, FeedForward, Overlapped]:
+    """The same spread module twice, the second one with `overlap`."""
+    mlps = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        mlps.append(kind(64).to(DEVICE, torch.float64))
+        spread(mlps[-1], init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
+    return *mlps, tensor_parallel.overlap(mlps[1], schedule=CHUNKED)  # type: ignore[return-value]  # a pair
+
+
+def results_of(mlp: nn.Module, run: Run, *, is_input_wanted: bool = True) -> list[torch.Tensor]:
+    """The output, and the gradients of an input that is the same on every rank and of the parameters."""
+    mlp.zero_grad()
+    given = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+    given.requires_grad_(is_input_wanted)
+    output = run(given)
+    output.pow(2).sum().backward()
+    gradients = [given.grad, *(each.grad for each in mlp.parameters())]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients if each is not None]
+    return [output.detach(), *whole]
+
+
+def as_it_is(mlp: nn.Module) -> Run:
+    return mlp
+
+
+def compiled(mlp: nn.Module) -> Run:
+    return torch.compile(mlp, backend="aot_eager")  # type: ignore[no-any-return]
+
+
+def checkpointed(mlp: nn.Module) -> Run:
+    return partial(checkpoint, mlp, use_reentrant=False)
+
+
+def tensor_parallel_whole_activations() -> None:
+    """Row-parallel linears become matmul + all-reduce, and column-parallel ones sum their input's gradient once."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread)
+        assert overlapped.taken == list(NAMES)
+        assert not overlapped.refused
+        for run_of, num_calls in ((as_it_is, 2), (compiled, 2), (checkpointed, 3)):
+            before = overlapped.num_by_copies
+            assert_close(results_of(ours, run_of(ours)), results_of(bare, run_of(bare)), 1e-12)
+            assert overlapped.num_by_copies - before == num_calls, run_of
+        with torch.no_grad():
+            given, before = torch.randn(3, 64, dtype=torch.float64).to(DEVICE), overlapped.num_by_copies
+            dist.broadcast(given, 0)
+            assert_close([ours(given)], [bare(given)], 1e-12)
+            assert overlapped.num_by_copies == before + 1, "only the row-parallel linear sends anything without gradients"
+        overlapped.undo()
+        assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
+
+
+def tensor_parallel_whole_and_frozen() -> None:
+    """Frozen weights, as under an adapter, and inputs that need no gradient, as those of a first layer."""
+    for is_frozen, is_input_wanted, num_calls in ((True, True, 2), (False, False, 1)):
+        bare, ours, overlapped = pair_of(by_transformers)
+        for mlp in (bare, ours):
+            for name in ("gate", "up"):
+                mlp.get_submodule(name).requires_grad_(not is_frozen)
+        wanted = results_of(bare, bare, is_input_wanted=is_input_wanted)
+        assert_close(results_of(ours, ours, is_input_wanted=is_input_wanted), wanted, 1e-12)
+        assert overlapped.num_by_copies == num_calls
+        assert overlapped.num_by_library == 0
+
+
+def tensor_parallel_whole_neighbors_part() -> None:
+    """Neighbors with inputs of their own are separated after the first step, and results are right before and after."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread, OfTwoInputs)
+        wanted = results_of(bare, bare)
+        for step in range(3):
+            before = overlapped.num_by_copies
+            assert_close(results_of(ours, ours), wanted, 1e-12)
+            assert step == 0 or overlapped.num_by_copies - before == 3, "a sum for each input, and the row-parallel linear"
