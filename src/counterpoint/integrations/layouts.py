@@ -33,7 +33,7 @@ class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A parallelized linear: how its weight is split, and the layouts of its inputs and outputs in its hooks.
 
     `is_output_local`: its output hook only unwraps the local tensor of the linear's natural output. Linears of Hugging
-    Face models have no hooks.
+    Face models have no hooks: their forward does all of it, also if another output than the natural one is made local.
     """
 
     kind: Literal["column", "row"]
@@ -150,7 +150,7 @@ def _transformers_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh
         mesh=mesh,
         input_layouts=(style.input_layouts,),
         output_layouts=(style.output_layouts,),
-        is_output_local=bool(style.use_local_output) and (kind == "row" or style.output_layouts == Shard(-1)),
+        is_output_local=bool(style.use_local_output),
     )
 
 

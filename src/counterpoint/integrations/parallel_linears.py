@@ -100,6 +100,7 @@ class ColumnwiseForward:
         self.linear, self.layout, self._forward = linear, layout, linear.forward
         self.shared, self._switch, schedule = rest
         self._mesh, self._is_output_local, self._kind = layout.mesh, layout.is_output_local, layout.mesh.device_type
+        self._gathers_output = layout.output_hook is None and layout.output_layouts[0] == Replicate()
         self._route = layout.route(schedule)
         self._input_dim, self.is_whole = input_dim, is_whole
         operator = operators.column_parallel_matmul if is_whole else operators.all_gather_matmul
@@ -133,9 +134,10 @@ class ColumnwiseForward:
         bias = self.linear.bias
         if bias is not None:
             product = product + cast_for_matmul(bias.to_local())
-        if self._is_output_local:
+        if self._is_output_local and not self._gathers_output:
             return product
-        return DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
+        output = DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
+        return output.redistribute(placements=[Replicate()]).to_local() if self._gathers_output else output
 
     def _count_distributed(self, given: torch.Tensor) -> None:
         """Count a call whose input was to be plain and is a DTensor. Code made by torch.compile does not count it."""

@@ -9,6 +9,7 @@ is free.
 Several column-parallel weights on one input share one gather, or one sum.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,11 @@ from torch.distributed.tensor import DTensor
 from counterpoint.ops import operators
 
 READY = "_counterpoint_ready"  # attribute of an input: the products of its linears that were not asked for yet
+
+# What one look of torch.compile at a function tells the next, by the route and the weights of neighbors, because equal
+# blocks share code: the last input on which products were left, and neighbors of which one was seen with another input
+_left_on: dict[tuple[object, ...], weakref.ref[torch.Tensor]] = {}
+_apart: set[tuple[object, ...]] = set()
 
 
 class Route(NamedTuple):
@@ -108,9 +114,16 @@ def neighbor_product(
 
     Dynamo does not trace inside. Neighbors must share one operator, but under activation checkpointing dynamo rejects
     code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
-    and see one operator for all neighbors: products that are not asked for yet are kept on the input itself.
+    and see one operator for all neighbors: products that are not asked for yet are kept on the input itself. Dynamo's own
+    look finds out whether these neighbors have one input; if not, each has an operator of its own.
     """
     conditions = conditions_of(given.device.type, [given, *weights])
+    neighbors = (*route, *[tuple(weight.shape) for weight in weights])
+    left_on = _left_on.get(neighbors, lambda: None)()
+    if left_on is not None and left_on is not given and position in vars(left_on).get(READY, (None, {}))[1]:
+        _apart.add(neighbors)
+    if neighbors in _apart:
+        weights, position = [weights[position]], 0
     earlier, waiting = vars(given).get(READY, (None, {}))
     if earlier != conditions or position not in waiting:
         parts = [cast_for_matmul(weight.to_local()) for weight in weights]
@@ -120,6 +133,7 @@ def neighbor_product(
             products = multiply_whole(cast_for_matmul(given), parts, Route(*route))
         waiting = dict(enumerate(products))
         vars(given)[READY] = conditions, waiting
+        _left_on[neighbors] = weakref.ref(given)
     product: torch.Tensor = waiting.pop(position)
     if not waiting:
         del vars(given)[READY]

@@ -165,7 +165,7 @@ def _take_column(
     else:
         overlapped.refused[name] = (
             f"its input is {layout.input_layouts[0]!r} and its output {layout.output_layouts[0]!r}, but only a whole or "
-            "sequence-sharded input and an output sharded along the features are supported"
+            "sequence-sharded input and a local output are supported"
         )
     return None
 

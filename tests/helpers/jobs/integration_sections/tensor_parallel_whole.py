@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from counterpoint.integrations import tensor_parallel
+from counterpoint.integrations import sequence_shards, tensor_parallel
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close
 from integration_sections.parallel_blocks import FeedForward
 
 CHUNKED = ScheduleDescription(pattern="one_peer", chunks=2)
-NAMES = ("gate", "up", "down")
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -28,6 +28,17 @@ class OfTwoInputs(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(x * 2) * self.up(x))
+
+
+class WithHead(FeedForward):
+    """Its output goes through a column-parallel linear whose output is gathered, as that of a language model is."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.model = nn.ModuleDict({"head": nn.Linear(features, 3 * features, bias=False)})  # no neighbor of gate and up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model["head"](super().forward(x))
 
 
 class Style:
@@ -49,19 +60,25 @@ class Style:
 
 
 def by_torch(mlp: FeedForward, mesh: DeviceMesh) -> None:
-    parallelize_module(mlp, mesh, {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()})
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    if isinstance(mlp, WithHead):
+        plan["model.head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(mlp, mesh, plan)
 
 
 def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
-    layouts = {"ColwiseParallel": (Replicate(), Shard(-1)), "RowwiseParallel": (Shard(-1), Replicate())}
-    for name in NAMES:
-        linear, kind = mlp.get_submodule(name), "RowwiseParallel" if name == "down" else "ColwiseParallel"
+    linears = {name: each for name, each in mlp.named_modules() if isinstance(each, nn.Linear)}
+    for name, linear in linears.items():
+        kind = "RowwiseParallel" if name == "down" else "ColwiseParallel"
+        layouts = {"down": (Shard(-1), Replicate()), "model.head": (Replicate(), Replicate())}.get(
+            name, (Replicate(), Shard(-1))
+        )
         for key, each in list(linear.named_parameters()):
             placement = Shard(1 if kind == "RowwiseParallel" else 0)
             if key == "bias" and kind == "RowwiseParallel":
                 placement = Replicate()
             setattr(linear, key, nn.Parameter(distribute_tensor(each.detach(), mesh, [placement])))
-        type(kind, (Style,), {"__module__": "transformers.of_a_test"})(layouts[kind]).install(linear, mesh)
+        type(kind, (Style,), {"__module__": "transformers.of_a_test"})(layouts).install(linear, mesh)
 
 
 def pair_of(
@@ -103,13 +120,13 @@ def checkpointed(mlp: nn.Module) -> Run:
 def tensor_parallel_whole_activations() -> None:
     """Row-parallel linears become matmul + all-reduce, and column-parallel ones sum their input's gradient once."""
     for spread in (by_torch, by_transformers):
-        bare, ours, overlapped = pair_of(spread)
-        assert overlapped.taken == list(NAMES)
+        bare, ours, overlapped = pair_of(spread, WithHead)
+        assert overlapped.taken == ["gate", "up", "down", "model.head"]
         assert not overlapped.refused
-        for run_of, num_calls in ((as_it_is, 2), (compiled, 2), (checkpointed, 3)):
+        for run_of, num_calls in ((as_it_is, 3), (compiled, 3), (checkpointed, 4)):
             before = overlapped.num_by_copies
             assert_close(results_of(ours, run_of(ours)), results_of(bare, run_of(bare)), 1e-12)
-            assert overlapped.num_by_copies - before == num_calls, run_of
+            assert overlapped.num_by_copies - before == num_calls, (run_of, overlapped.num_by_copies - before)
         with torch.no_grad():
             given, before = torch.randn(3, 64, dtype=torch.float64).to(DEVICE), overlapped.num_by_copies
             dist.broadcast(given, 0)
@@ -133,7 +150,9 @@ def tensor_parallel_whole_and_frozen() -> None:
 
 
 def tensor_parallel_whole_neighbors_part() -> None:
-    """Neighbors with inputs of their own are separated after the first step, and results are right before and after."""
+    """Neighbors with inputs of their own are separated after the first step, or while torch.compile looks at them, and
+    results are right before and after.
+    """
     for spread in (by_torch, by_transformers):
         bare, ours, overlapped = pair_of(spread, OfTwoInputs)
         wanted = results_of(bare, bare)
@@ -141,3 +160,8 @@ def tensor_parallel_whole_neighbors_part() -> None:
             before = overlapped.num_by_copies
             assert_close(results_of(ours, ours), wanted, 1e-12)
             assert step == 0 or overlapped.num_by_copies - before == 3, "a sum for each input, and the row-parallel linear"
+        _, ours, overlapped = pair_of(spread, OfTwoInputs)
+        with mock.patch.object(sequence_shards, "multiply_whole", wraps=sequence_shards.multiply_whole) as multiplied:
+            assert_close(results_of(ours, compiled(ours)), wanted, 1e-12)
+        assert overlapped.num_by_copies == 3
+        assert [len(each.args[1]) for each in multiplied.mock_calls][-2:] == [1, 1], "the last look is the one that runs"
