@@ -335,7 +335,10 @@ def _column_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
 
 
 def _weight_gradient(left: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.mm(left.t(), gradient, out=torch.empty_like(weight))
+    """Return it in the layout of its weight, which is often a linear's, transposed: autograd would copy it from another.
+    torch.compile traces this, and drops an `out` with its layout.
+    """
+    return multiply(left.t(), gradient) if weight.is_contiguous() else multiply(gradient.t(), left).t()
 
 
 def _exchange_gradients(kept: Kept, gradients: Matrices, _is_wanted: tuple[bool, bool]) -> Gradients:
