@@ -128,7 +128,7 @@ def tensor_parallel_whole_activations() -> None:
             assert_close(results_of(ours, run_of(ours)), results_of(bare, run_of(bare)), 1e-12)
             assert overlapped.num_by_copies - before == num_calls, (run_of, overlapped.num_by_copies - before)
         weights = [each.weight for each in ours.modules() if isinstance(each, nn.Linear)]
-        found = torch.autograd.grad(compiled(ours)(torch.ones(4, 64, dtype=torch.float64).to(DEVICE)).sum(), weights)
+        found = torch.autograd.grad(compiled(ours)(torch.ones(2, 5, 64, dtype=torch.float64).to(DEVICE)).sum(), weights)
         pairs = zip(found, weights, strict=True)
         assert all(one.to_local().stride() == weight.to_local().stride() for one, weight in pairs), "nothing is copied"
         with torch.no_grad():
