@@ -17,6 +17,7 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
         ("other_types", "other types"),
         ("biases_and_fp8", "biases and fp8"),
         ("no_memory", "no memory"),
+        ("in_a_pool_of_the_job", "in a pool of the job"),
         ("faults", "after a fault"),
     ],
 )

@@ -132,6 +132,25 @@ def no_memory() -> None:
     report("no memory")
 
 
+def in_a_pool_of_the_job() -> None:
+    """Memory for results that grows inside a `torch.cuda.MemPool` of the job, and again outside, before the pool ends."""
+    ops.release()
+
+    def call(seed: int, scale: int) -> None:
+        experts = Experts(random.Random(seed), torch.bfloat16, kind="random", num_local=2, scale=scale)
+        for schedule in SCHEDULES[1:]:
+            compare(experts.found(schedule), experts.expected(), ROUNDINGS)
+
+    call(18, 8)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        call(19, SCALE)
+    call(20, 2 * SCALE)
+    del pool
+    call(18, 8)
+    report("in a pool of the job")
+
+
 def faults() -> None:
     """Counts that do not add up on one rank are a line on all, and the next call works."""
     experts = Experts(random.Random(17), torch.bfloat16, kind="random", num_local=2, scale=8)
