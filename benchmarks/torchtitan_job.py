@@ -1,6 +1,7 @@
-"""One rank of a torchtitan job: Llama 3, or DeepSeek-V3 with 6 layers, unmodified or with the lines of `expert_parallel`.
+"""One rank of a torchtitan job: Llama 3, or DeepSeek-V3 with 6 layers, unmodified or with the lines of an integration.
 
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --way switched --steps 60
+    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way switched --compile.enable
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way bare --compile.enable
 
 DIR has the sources of torchtitan v0.2.2; options that are none of these go to torchtitan. The loss is logged in every step,
@@ -128,7 +129,7 @@ def make_known() -> None:
     )
 
 
-def train(way: str, words: list[str]) -> None:
+def train(way: str, model: str, words: list[str]) -> None:
     """One training as torchtitan's own main function does it; what was measured of it is printed."""
     from torchtitan.config import ConfigManager  # noqa: PLC0415  its folder is known only now
     from torchtitan.train import Trainer  # noqa: PLC0415
@@ -137,9 +138,10 @@ def train(way: str, words: list[str]) -> None:
     losses: list[float] = []
     trainer = Trainer(ConfigManager().parse_args(words))
     if way != "bare":
-        from counterpoint.integrations import expert_parallel  # noqa: PLC0415  a bare job does not know it
+        from counterpoint.integrations import expert_parallel, tensor_parallel  # noqa: PLC0415  a bare job knows neither
 
-        overlapped += [expert_parallel.overlap(part) for part in trainer.model_parts]
+        integration = tensor_parallel if model == "llama_tp" else expert_parallel
+        overlapped += [integration.overlap(part) for part in trainer.model_parts]
     log = trainer.metrics_processor.log
 
     def keep(step: int, loss: float, *others: Any, **named: Any) -> None:
@@ -188,8 +190,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, list[
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--wait-for", type=Path, metavar="FILE")
     options, others = parser.parse_known_args(arguments)
-    if options.way != "bare" and options.model != "deepseek":
-        parser.error(f"--way {options.way} changes experts, which {options.model} has none of. Give --way bare.")
+    if options.way != "bare" and options.model == "llama_fsdp2":
+        parser.error(f"--way {options.way} overlaps matmuls or experts, and {options.model} has no such. Give --way bare.")
     return options, others
 
 
@@ -204,7 +206,7 @@ def main() -> None:
     make_known()
     while options.wait_for is not None and not options.wait_for.exists():
         time.sleep(0.2)
-    train(options.way, words_for(options.model, folder, options.steps, int(os.environ["WORLD_SIZE"]), others))
+    train(options.way, options.model, words_for(options.model, folder, options.steps, int(os.environ["WORLD_SIZE"]), others))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ import pytest
 from benchmarks.heuristic_accuracy import choices
 from benchmarks.heuristic_cases import AGAIN, PRESENT, STORED, stored_cases
 
+from counterpoint import load_machine
+from counterpoint.schedule import Problem
+from counterpoint.schedule.heuristic import pick_schedule
+
 ROOT = Path(__file__).parents[2]
 OPERATIONS = ("ag_mm", "mm_rs")
 BESIDE = ("collective", "matmul", "sequential", "peer", "picked")  # candidates that are not schedules of ours by name
@@ -106,8 +110,8 @@ def geometric_means(num_gpus: int, gpu: str = "h200") -> list[str]:
     ]
 
 
-def stored_rows(name: str) -> list[dict]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_2x_h200.json").read_text())["result"]
+def stored_rows(name: str, num_gpus: int = 2) -> list[dict]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_{num_gpus}x_h200.json").read_text())["result"]
 
 
 def sizes(entry: dict) -> str:
@@ -149,6 +153,29 @@ def test_the_table_of_other_passes_is_the_stored_run() -> None:
         cells = [f"{times['sequential']:,.0f} us", *(f"{times[label]:,.0f} us, `{label}`" for label in (picked, best))]
         expected.append([name, entry["shape"], sizes(entry), *cells, f"{times['sequential'] / times[picked]:.2f}"])
     assert rows("ops_measured.md", "Other operators and backward passes") == expected
+
+
+def test_the_table_of_whole_activations_is_the_stored_runs_as_picked_today() -> None:
+    expected = []
+    for num_gpus in (2, 4):
+        for entry in stored_rows("ops_columns", num_gpus):
+            num_rows, num_columns, num_inner = entry["sizes_m_n_k"]
+            problem = Problem(
+                operation=entry["operation"],
+                num_ranks=num_gpus,
+                num_rows=num_rows,
+                num_inner=num_inner,
+                num_columns=num_columns,
+            )
+            picked = pick_schedule(problem, load_machine("h200"), entry["direction"]).description.label()
+            times = {label: each["median_us"] for label, each in entry["candidates"].items()}
+            best = min(times, key=lambda label: times[label])
+            assert times[picked] < 1.02 * times[best]
+            name = entry["operation"] + (" backward" if entry["direction"] == "backward" else "")
+            cells = [f"{times['sequential']:,.0f} us", *(f"{times[label]:,.0f} us, `{label}`" for label in (picked, best))]
+            ratio_of_times = f"{times['sequential'] / times[picked]:.2f}"
+            expected.append([name, str(num_gpus), entry["shape"], sizes(entry), *cells, ratio_of_times])
+    assert rows("ops_measured.md", "Activations that are whole on every rank") == expected
 
 
 def gemm_cells(entry: dict | None, divisor_name: str) -> list[str]:

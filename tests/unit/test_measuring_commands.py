@@ -156,7 +156,7 @@ def test_torchtitan_is_asked_for_the_models_of_the_documents(tmp_path: Path) -> 
     assert rarely[-3:] == ["--compile.enable", "--metrics.log_freq", "10"]
     assert rarely.count("--metrics.log_freq") == 1
     with pytest.raises(SystemExit):
-        parse(["--torchtitan", "x", "--model", "llama_tp", "--way", "overlap"])
+        parse(["--torchtitan", "x", "--model", "llama_fsdp2", "--way", "overlap"])
 
 
 def test_the_transformers_job_parses_without_transformers() -> None:
