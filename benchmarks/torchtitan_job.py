@@ -1,7 +1,7 @@
 """One rank of a torchtitan job: Llama 3, or DeepSeek-V3 with 6 layers, unmodified or with the lines of an integration.
 
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --way switched --steps 60
-    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way switched --compile.enable
+    torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way overlap --compile.enable
     torchrun --nproc-per-node 2 -m benchmarks.torchtitan_job --torchtitan DIR --model llama_tp --way bare --compile.enable
 
 DIR has the sources of torchtitan v0.2.2; options that are none of these go to torchtitan. The loss is logged in every step,
