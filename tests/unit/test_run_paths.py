@@ -205,7 +205,7 @@ def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [(kind, variant) for variant in ("probed", "features") for kind in ("ddp", "fsdp2", "tp", "bare")]
-    + [("ddp", "alone"), ("tp", "alone"), ("ddp", "adapted"), ("fsdp2", "adapted")],
+    + [("ddp", "alone"), ("ddp", "adapted"), ("fsdp2", "adapted")],
 )
 def test_ranks_stay_together_while_one_of_them_trains_a_model_of_its_own(
     kind: str, variant: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]

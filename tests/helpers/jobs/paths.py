@@ -150,7 +150,7 @@ def train(kind: str, variant: str) -> None:
             joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
-        train_probe(variant, model, batch, 1 + 3 * rank if variant == "adapted" else 0)
+        train_probe(variant, model, batch, 1 + NUM_PROBE_STEPS * rank if variant == "adapted" else 0)
         if isinstance(model, Row):
             model.learn(batch)
         else:
