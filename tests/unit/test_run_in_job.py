@@ -272,6 +272,26 @@ def test_an_optimizer_is_looked_at_only_if_it_would_mark_the_steps(tmp_path: Pat
     assert len(counted) == 6
 
 
+def test_the_first_step_is_one_of_an_optimizer_of_a_parallel_model_if_there_is_any() -> None:
+    """Optimizers of a model's copies in another precision mark the steps of such a job, but an inner loop's do not."""
+    code = """
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from counterpoint.integrations.job_paths import TorchJobPaths
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model, paths = DistributedDataParallel(torch.nn.Linear(2, 2)), TorchJobPaths()
+copies = torch.optim.SGD([each.detach().clone() for each in model.parameters()], lr=0.1)
+found = [paths.may_begin(copies)]
+trained = torch.optim.SGD(model.parameters(), lr=0.1)
+paths.prepare()
+found += [paths.may_begin(copies), paths.may_begin(trained)]
+print(found, flush=True)
+os._exit(0)
+"""
+    ended = python(code, None, IN_JOB.parents[2], GLOO_SOCKET_IFNAME="lo")
+    assert ended.stdout == "[True, False, True]\n", ended.stderr
+
+
 def test_marking_a_step_by_hand_outside_of_a_job_does_nothing() -> None:
     ended = python("import counterpoint; print(counterpoint.step())", None)
     assert (ended.stdout, ended.stderr) == ("None\n", "")

@@ -202,14 +202,25 @@ def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: 
     assert row(ended, "all-reduces").rstrip().endswith("verified")
 
 
-@pytest.mark.parametrize("variant", ["probed", "features"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "bare"])
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [(kind, variant) for variant in ("probed", "features") for kind in ("ddp", "fsdp2", "tp", "bare")]
+    + [("ddp", "alone"), ("ddp", "adapted"), ("fsdp2", "adapted")],
+)
 def test_ranks_stay_together_while_one_of_them_trains_a_model_of_its_own(
     kind: str, variant: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
 ) -> None:
     ended = run_planned(kind, tmp_path, *job(2, f"{kind}:{variant}"))
     assert ended.returncode == 0, ended.stderr
     assert results(ended.stdout)[f"{kind}:{variant}"][0] == references(2)[f"{kind}:hand"][0], "bit for bit"
+
+
+def test_groups_of_ranks_with_models_of_their_own_are_left_to_the_library(tmp_path: Path) -> None:
+    bare, ended = start(*job(4, "ddp:halves")), run_planned("ddp", tmp_path, *job(4, "ddp:halves"))
+    assert bare.returncode == 0, bare.stderr
+    assert ended.stdout == bare.stdout, ended.stderr
+    line = "counterpoint: all-reduces stay unchanged: 2 of the job's 4 ranks train a model by themselves"
+    assert ended.stderr.count(line) == 1, ended.stderr
 
 
 def test_a_job_that_is_killed_leaves_proof_of_its_last_steps(tmp_path: Path) -> None:

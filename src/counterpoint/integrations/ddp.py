@@ -322,7 +322,8 @@ def register(
     lanes = Lanes((model.process_group, model.device, "ddp"), in_flight, across_hosts)
     state = BucketAverages(model, lanes, compression, (least_part_bytes, least_piece_bytes, max_buffer_bytes))
     try:
-        model.register_comm_hook(state, BucketAverages.average)
+        # a compiled step may call backward(), and dynamo would trace the hook
+        model.register_comm_hook(state, torch.compiler.disable(BucketAverages.average))
     except RuntimeError as problem:  # one of torch's built-in hooks, which the model does not list
         raise IntegrationError(_has_hook("a built-in hook of torch")) from problem
     model._comm_hooks.pop()  # copies of the model would hold the state, and with it this process's groups and memory

@@ -12,7 +12,7 @@ out parameters goes back to DDP's buckets.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, final
 from weakref import ref
@@ -93,7 +93,7 @@ class BackwardPass:
         while self._num_begun < len(self._groups) and self._is_complete(self._num_begun):
             self._begin()
         if is_first if self._usage is not None else self._num_begun == len(self._groups):
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_untraced(), self._end))
 
     def missing(self) -> list[nn.Parameter]:
         """Return parameters without a gradient, if the pass has begun; with `usage` that is no error."""
@@ -255,7 +255,15 @@ class AveragesInPlace:
             if averages is not None and averages._pass is not None:
                 averages._pass.note(number, position, parameter)
 
-        return on_gradient
+        untraced: Callable[[torch.Tensor], None] = torch.compiler.disable(on_gradient)
+        return untraced
+
+
+@cache
+def _untraced() -> Callable[[Finish], None]:
+    """Return what calls a function that torch.compile must not trace, although a compiled step calls backward()."""
+    untraced: Callable[[Finish], None] = torch.compiler.disable(lambda call: call())
+    return untraced
 
 
 def groups_of(buckets: Sequence[Sequence[nn.Parameter]], least_bytes: int) -> list[list[nn.Parameter]]:

@@ -10,13 +10,14 @@ import gc
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import final
+from typing import TypeVar, final
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,7 @@ from counterpoint.step import CollectiveKind
 from counterpoint.units import format_count
 
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
+T = TypeVar("T")
 Key = tuple[str, str]  # a control's tag, and its target
 # calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes
 Counts = tuple[int, ...]
@@ -65,10 +67,12 @@ class TorchJobPaths(AbstractJobPaths):
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
         self._num_large_sums = 0  # when `trains` was last asked
-        self._of_parallel_model = WeakIdKeyDictionary()  # optimizers that were looked at, and what was found
+        self._of_shared_model = WeakIdKeyDictionary()  # optimizers that were looked at, and what was found
+        self._may_begin = WeakIdKeyDictionary()  # the same
 
     def prepare(self) -> None:
         """See `AbstractJobPaths.prepare`. The survey reports what is not supported."""
+        self._may_begin.clear()  # the new optimizer may be the one that trains the job's model
         if _obstacle():
             return
         if self._replaced is None and dist.is_initialized():
@@ -77,8 +81,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
-        obstacle = _obstacle()
-        modules = _modules()
+        obstacle, modules = _obstacle(), _modules()
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
@@ -87,6 +90,7 @@ class TorchJobPaths(AbstractJobPaths):
         elif self._replaced is not None:
             self._replaced.undo()  # the frameworks' own calls have their own integrations
             self._replaced = None
+        obstacle = obstacle or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
@@ -142,9 +146,20 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.why_apart`."""
         return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
 
+    def may_begin(self, optimizer: object) -> bool:
+        """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if optimizer not in self._may_begin:
+            replicated, everyone = _ranks_of_replicated(_modules()), _alive(torch.optim.Optimizer)
+            is_one = _is_shared(optimizer, replicated)
+            self._may_begin[optimizer] = is_one or not any(_is_shared(each, replicated) for each in everyone)
+        return bool(self._may_begin[optimizer])
+
     def trains(self, optimizer: object, *, is_due: bool) -> bool:
-        """See `AbstractJobPaths.trains`. Its parameters are those of a parallel model; in a job with collectives of its own,
-        a large sum, as of gradients, ran since the last call. Other calls say nothing: models also run without training.
+        """See `AbstractJobPaths.trains`. It has parameters of a model of all ranks; in a job with collectives of its own, a
+        large sum, as of gradients, ran since the last call. Other calls say nothing: models also run without training.
+
+        One without parameters may be this rank's part of an optimizer that others have, too.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
         if self._own_kinds and self._replaced is not None:
@@ -152,9 +167,10 @@ class TorchJobPaths(AbstractJobPaths):
             return self._num_large_sums > earlier
         if not is_due:
             return True
-        if optimizer not in self._of_parallel_model:
-            self._of_parallel_model[optimizer] = _is_of_parallel_model(optimizer)
-        return bool(self._of_parallel_model[optimizer])
+        if optimizer not in self._of_shared_model:
+            has_none = not any(group["params"] for group in optimizer.param_groups)
+            self._of_shared_model[optimizer] = has_none or _is_shared(optimizer, _ranks_of_replicated(_modules()))
+        return bool(self._of_shared_model[optimizer])
 
     def drop(self, integrations: Sequence[Integration]) -> None:
         """See `AbstractJobPaths.drop`."""
@@ -259,9 +275,15 @@ def _obstacle() -> str:
     return ""
 
 
+def _alive(kind: type[T]) -> list[T]:
+    """Return every live object of this type. The check uses `type`, not `isinstance`, which would run the code of lazy
+    proxies.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
 def _modules() -> list[nn.Module]:
-    """Return every live module. The check uses `type`, not `isinstance`, which would run the code of lazy proxies."""
-    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    return [each for each in _alive(nn.Module) if "_modules" in vars(each)]
 
 
 def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -274,15 +296,41 @@ def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel
     return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
 
-def _is_of_parallel_model(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a parameter is split among ranks, or is one of a DDP model. One without parameters may be this rank's
-    part of an optimizer that others have, too.
-    """
-    parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+def _ranks_of_replicated(modules: Sequence[nn.Module]) -> dict[int, int]:
+    """Return how many ranks train each parameter of the DDP models, by its id."""
+    found: dict[int, int] = {}
+    for model in _data_parallel(modules):
+        mesh = vars(model).get("device_mesh")
+        number = model.process_group.size() if mesh is None else _ranks_of_mesh(mesh)
+        found |= {id(each): number for each in model.parameters()}
+    return found
+
+
+def _ranks_of_mesh(mesh: DeviceMesh) -> int:
+    """Return the number of ranks of the whole mesh, of which this one may be a part, as that of a pipeline's stage."""
+    return int(mesh._get_root_mesh().size())
+
+
+def _is_shared(optimizer: torch.optim.Optimizer, replicated: dict[int, int]) -> bool:
+    """Return whether a parameter is one of a model that all ranks train."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = (
+        _ranks_of_mesh(each.device_mesh) if isinstance(each, DTensor) else replicated.get(id(each)) for each in parameters
+    )
+    return dist.is_initialized() and any(number == dist.get_world_size() for number in numbers)
+
+
+def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
+    """Return why nothing can be switched if only some ranks train a model, because they need not step with the others."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    parameters = [each for module in modules for each in module.parameters(recurse=False) if each.requires_grad]
+    meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
+    fewest = min([*_ranks_of_replicated(modules).values(), *map(_ranks_of_mesh, meshes)], default=num_ranks)
+    if fewest >= num_ranks:
+        return ""
     return (
-        not parameters
-        or any(isinstance(each, DTensor) for each in parameters.values())
-        or any(id(each) in parameters for model in _data_parallel(_modules()) for each in model.parameters())
+        f"{fewest} of the job's {num_ranks} ranks train a model by themselves, and may take other numbers of steps than the "
+        "rest. If all ranks step alike, make the model parallel by a part of a DeviceMesh that has all ranks"
     )
 
 

@@ -128,6 +128,12 @@ class AbstractJobPaths(ABC):
         """
         return ""
 
+    def may_begin(self, optimizer: object) -> bool:
+        """Return whether the first step of the job may be one of this optimizer, as it then is on all ranks. It may not, if
+        another optimizer trains what can be switched: a rank may have this one for itself, or step it at will.
+        """
+        return True
+
     def trains(self, optimizer: object, *, is_due: bool) -> bool:
         """Return whether this optimizer, which has just stepped, trains what can be switched, as it then does on all ranks.
 

@@ -3,11 +3,12 @@ job.
 
 `in_job/sitecustomize.py` registers it with torch's optimizers; `counterpoint.step()` calls it directly. A step is the
 interval between two calls of `step()` on the first optimizer seen. Other optimizers are ignored until one of them takes
-`SUCCEEDS_AFTER` steps in which the first takes none: from then on it marks the steps. Where paths are switched, only
-those that train what is switched can do so. After the first call of `counterpoint.step()` all are ignored. If the agent
-fails, it ends and the job goes on: it empties the filter's table, prints one line with the reason, and the job runs
-unchanged. If ranks switch paths together, the failed rank keeps switching until rank 0 has ended it for all. The agent
-needs torch only after an optimizer was created or a step has ended, when the job has loaded it anyway.
+`SUCCEEDS_AFTER` steps in which the first takes none: from then on it marks the steps. Where paths are switched, only those
+that train what is switched can do so, and the first optimizer is one of these, if there is any. After the first call of
+`counterpoint.step()` all are ignored. If the agent fails, it ends and the job goes on: it empties the filter's table, prints
+one line with the reason, and the job runs unchanged. If ranks switch paths together, the failed rank keeps switching until
+rank 0 has ended it for all. The agent needs torch only after an optimizer was created or a step has ended, when the job has
+loaded it anyway.
 """
 
 import atexit
@@ -108,7 +109,7 @@ class JobAgent:
 
         Ranks have to count alike, so nothing depends on when the garbage collector of this rank removes an optimizer.
         """
-        if self._is_retired or self._has_marks:
+        if self._is_retired or self._has_marks or os.getpid() != self._pid:  # a forked child of a rank is no rank
             return
         if self._optimizer is None or self._optimizer() is not optimizer:
             seen, num_steps = self._others.get(id(optimizer), (None, 0))
@@ -125,10 +126,20 @@ class JobAgent:
 
     def _is_step_of_job(self, optimizer: object, *, is_due: bool) -> bool:
         try:
-            return self._tuner is None or self._tuner.is_step_of_job(optimizer, is_due=is_due)
+            if self._tuner is not None:
+                return self._tuner.is_step_of_job(optimizer, is_due=is_due)
+            with suppress(Exception):  # what fails here fails again in the survey, which tells the other ranks
+                return not self._must_count_alike() or self._job_paths().may_begin(optimizer)
         except Exception as problem:  # as in `_step_ended`
             self._retire(problem)
             return False
+        return True
+
+    def _must_count_alike(self) -> bool:
+        """Return whether paths may be switched, which all ranks do after the same step."""
+        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+        return self._settings.may_switch_paths and torch_job.is_joined()
 
     def mark_step(self) -> None:
         """Handle the end of a step that the job's code marks."""
@@ -136,7 +147,7 @@ class JobAgent:
         self._step_ended()
 
     def _step_ended(self) -> None:
-        if self._is_retired or os.getpid() != self._pid:  # a forked child of a rank is no rank
+        if self._is_retired or os.getpid() != self._pid:  # as above
             return
         try:
             if self._tuner is None:

@@ -99,7 +99,7 @@ def why_no_copies(counts: PathCounts) -> str:
     if counts.num_by_library:
         why = f": {counts.reason}" if counts.reason else ", most likely because they are small"
         return f"all {format_count(counts.num_by_library, 'call')} stayed with the library{why}"
-    return "the job made no such call"
+    return "the job made no such call while this was in force"
 
 
 def count_setting(setting: Setting, state: FilterState, kept: Totals) -> Totals:

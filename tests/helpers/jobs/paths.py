@@ -7,7 +7,9 @@ nothing, `hand` (an integration from the second step on, as `run` does it), `hoo
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
 around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `probed` (rank 0 alone trains another
-model between two steps), `features` (on what all ranks compute then) or `penalized` (gradients are differentiated again).
+model between two steps), `features` (on what all ranks compute then), `alone` (under DDP of this rank), `adapted` (each rank
+trains another model before each step, rank 1 for more steps), `halves` (each half of the ranks trains a model, the second
+for more steps) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -90,10 +92,21 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
     return stock_jobs.parallelize(kind, block, init_device_mesh("cpu", (num_ranks,)))
 
 
+def of_half(model: Any) -> nn.Module:
+    """Wrap the model of a DDP model again, for the ranks of this half alone."""
+    ranks = list(range(dist.get_world_size()))
+    middle = len(ranks) // 2
+    halves = [dist.new_group(each) for each in (ranks[:middle], ranks[middle:])]
+    return DistributedDataParallel(model.module, process_group=halves[dist.get_rank() >= middle])
+
+
 def train_probe(variant: str, model: nn.Module, batch: torch.Tensor, num_steps: int) -> None:
     """Train a model of rank 0 alone; with `features`, all ranks compute something before each of its steps."""
-    is_trained = variant in ("probed", "features") and dist.get_rank() == 0
-    probe = nn.Linear(4, 4)
+    is_trained = variant == "adapted" or (variant in ("probed", "features", "alone") and dist.get_rank() == 0)
+    probe: nn.Module = nn.Linear(4, 4)
+    if variant == "alone" and num_steps:
+        group = dist.new_group([0])
+        probe = DistributedDataParallel(probe, process_group=group) if is_trained else probe
     optimizer = torch.optim.SGD(probe.parameters(), 0.1)
     for _ in range(num_steps):
         if variant == "features" and isinstance(model, Row):
@@ -117,6 +130,7 @@ def train(kind: str, variant: str) -> None:
     """Train, and print."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(kind, num_ranks, is_sharded=variant != "penalized")  # FSDP2 frees what a second derivative needs
+    model = of_half(model) if variant == "halves" else model
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
     batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
@@ -130,11 +144,13 @@ def train(kind: str, variant: str) -> None:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
         vars(job_paths)["_modules"] = lambda: {}["a module"]
     joined = contextlib.ExitStack()
-    for step in range(1, NUM_STEPS + 1 + (12 if variant == "uneven" and rank == 1 else 0)):
+    num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("halves", 1)) else 0
+    for step in range(1, NUM_STEPS + 1 + num_more):
         if (variant, step) in (("joins", 1), ("uneven", 3)):
             joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
+        train_probe(variant, model, batch, 1 + NUM_PROBE_STEPS * rank if variant == "adapted" else 0)
         if isinstance(model, Row):
             model.learn(batch)
         else:

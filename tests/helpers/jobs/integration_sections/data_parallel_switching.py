@@ -20,7 +20,12 @@ from integration_sections.comparing import DEVICE, assert_close, assert_equal, r
 from integration_sections.layered import deep_model, given_to
 
 Job = Callable[[int], None]  # what is done before a step of that number
+Learning = Callable[[nn.Module, torch.Tensor], None]
 NUM_STEPS = 5
+
+
+def learn(called: nn.Module, given: torch.Tensor) -> None:
+    called(given).float().pow(2).mean().backward()
 
 
 def trained(
@@ -31,9 +36,15 @@ def trained(
 
 
 def trained_by(
-    called: nn.Module, model: DistributedDataParallel, before_step: Job, num_micro_steps: int = 1, *, to_none: bool = True
+    called: nn.Module,
+    model: DistributedDataParallel,
+    before_step: Job,
+    num_micro_steps: int = 1,
+    *,
+    to_none: bool = True,
+    learns: Learning = learn,
 ) -> list[torch.Tensor]:
-    """As above, where what is called is a compiled form of the model."""
+    """As above, where what is called is a compiled form of the model, or what learns is compiled."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(NUM_STEPS):
         before_step(step)
@@ -42,7 +53,7 @@ def trained_by(
         for micro in range(num_now):
             model.require_backward_grad_sync = micro == num_now - 1  # as no_sync() does
             given = given_to(dist.get_rank() + 10 * step + 1000 * micro)
-            called(given).float().pow(2).mean().backward()
+            learns(called, given)
         optimizer.step()
         optimizer.zero_grad(set_to_none=to_none)
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -102,15 +113,16 @@ def ddp_switches_between_steps() -> None:
 
 
 def ddp_compiled() -> None:
-    """Both ways of compiling, registered before the first step and after two."""
+    """All ways of compiling, registered before the first step and after two."""
     torch._dynamo.reset()
     bare = trained(wrapped())
-    for is_around in (True, False):
+    for compiled in ("the model", "its module", "a step with its backward pass"):
         for registered_at in (0, 2):
             plain = deep_model()
-            inner = plain if is_around else torch.compile(plain, backend="aot_eager")
+            inner = torch.compile(plain, backend="aot_eager") if compiled == "its module" else plain
             model = DistributedDataParallel(inner)  # compiled models want buckets of 1 MB or more
-            called = torch.compile(model, backend="aot_eager") if is_around else model
+            called = torch.compile(model, backend="aot_eager") if compiled == "the model" else model
+            learns = torch.compile(learn, backend="aot_eager") if compiled.startswith("a step") else learn
             states = []
 
             def register(step: int) -> None:
@@ -119,9 +131,9 @@ def ddp_compiled() -> None:
                 if step == NUM_STEPS - 1:
                     states[0].use(False)  # noqa: B023  as above
 
-            assert_close(trained_by(called, model, register), bare, 1e-4)
+            assert_close(trained_by(called, model, register, learns=learns), bare, 1e-4)
             assert states[0].num_by_copies >= 2
-            assert states[0].num_in_place >= 1, (is_around, registered_at, states)
+            assert states[0].num_in_place >= 1, (compiled, registered_at, states)
 
 
 def ddp_refuses_a_second_hook() -> None:
