@@ -128,6 +128,18 @@ def test_replays_are_right_to_five_percent_and_gains_exceed_their_error(path: Pa
     assert ideal.makespan_us <= measure(job.traced.timeline).makespan_us
 
 
+@pytest.mark.parametrize(
+    ("name", "measured_ms"), [("titan_tp_compile", 117.3 - 109.9), ("transformers_tp_compile", 90.1 - 84.7)]
+)
+def test_the_gain_of_overlapped_matmuls_is_predicted_within_thirty_percent(name: str, measured_ms: float) -> None:
+    """Measured with the two lines and without the profiler (docs/planner.md)."""
+    job = load_job(str(ROOT / "tests" / "data" / "traces" / f"{name}.rank0.json.gz"))
+    assert job.traced is not None
+    expected = tune(job.step, job.machine, traced=job.traced.timeline).plan.expectation
+    assert expected is not None
+    assert (expected.baseline_us - expected.planned_us) / 1000 == pytest.approx(measured_ms, rel=0.3)
+
+
 def test_peer_to_peer_copies_are_told_beside_collectives() -> None:
     done = StringIO()
     job = load_job(str(ROOT / "tests" / "data" / "traces" / "ddp_dma.rank0.json.gz"))
