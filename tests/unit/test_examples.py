@@ -18,7 +18,13 @@ FOLDERS = sorted(path.parent for path in EXAMPLES.glob("*/README.md"))
 TRACES = EXAMPLES / "traces"
 MOST_LINES = 70
 LIMIT_S = 300
-INSTALLED = {"huggingface": ("transformers", "accelerate"), "lightning": ("lightning",), "torchtitan": ("torchtitan",)}
+HUGGING_FACE = ("transformers", "accelerate")
+INSTALLED = {
+    "huggingface": HUGGING_FACE,
+    "huggingface_tp": HUGGING_FACE,
+    "lightning": ("lightning",),
+    "torchtitan": ("torchtitan",),
+}
 RUNS = {  # scripts of several ranks with their arguments, and what rank 0 prints
     "ddp_fsdp2/train.py ddp --copies --width 1536 --steps 2": r"a gradient bucket: [1-9]\d* times by copies",
     "ddp_fsdp2/train.py fsdp2 --copies --width 1536 --steps 2": r"a reduction of gradients: [1-9]\d* times by copies",
@@ -27,6 +33,7 @@ RUNS = {  # scripts of several ranks with their arguments, and what rank 0 print
     "experts/layer.py": r"equal within rounding: True",
     "operators/operators.py": r"all_gather_matmul, as asked: equal to torch's within rounding: True",
     "huggingface/train.py": r"a gradient bucket: [1-9]\d* times by copies",
+    "huggingface_tp/train.py": r"overlap: on for 15 linears",
 }
 DRIVER = """
 import faulthandler, os, runpy, sys
@@ -119,7 +126,7 @@ def test_operators_say_why_a_schedule_was_picked(printed: dict[str, str]) -> Non
 
 def test_scripts_that_cannot_start_say_why_in_one_line() -> None:
     """Without torchrun, or where their packages are missing."""
-    folders = ["ddp_fsdp2", "tensor_parallel", "experts", "operators", "huggingface", "torchtitan"]
+    folders = ["ddp_fsdp2", "tensor_parallel", "experts", "operators", "huggingface", "huggingface_tp", "torchtitan"]
     folders += [] if is_installed("lightning") else ["lightning"]  # Lightning starts its ranks itself
     scripts = [f"{next((EXAMPLES / folder).glob('*.py'))} {'ddp' if folder == 'ddp_fsdp2' else ''}" for folder in folders]
     ended = finished([sys.executable, "-c", REFUSED, *scripts])
