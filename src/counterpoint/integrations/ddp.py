@@ -5,11 +5,11 @@
 
 Beside NCCL's kernels, matmuls lose SMs; beside copies, they run at full speed, and only the sum of a bucket needs SMs.
 Where gradients are large enough, they are averaged where autograd leaves them, without buckets (`ddp_in_place.py`).
-docs/integrations.md has figures. This module knows about static graphs only what a communication hook is told. DDP keeps a
-hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The exception: with 3, 5, 6 or 7
-ranks, the last bit may differ for gradients that persist as views of buckets (`zero_grad(set_to_none=False)`), because DDP
-divides them where it multiplies others. The model itself does not hold the hook's state, so it can be copied and saved; a
-copy has no hook.
+docs/integrations_measured.md has figures. This module knows about static graphs only what a communication hook is told. DDP
+keeps a hook for good, so when copies are off, the hook does what DDP does without one, bit for bit. The exception: with 3,
+5, 6 or 7 ranks, the last bit may differ for gradients that persist as views of buckets (`zero_grad(set_to_none=False)`),
+because DDP divides them where it multiplies others. The model itself does not hold the hook's state, so it can be copied
+and saved; a copy has no hook.
 """
 
 from collections.abc import Callable, Iterator, Sequence

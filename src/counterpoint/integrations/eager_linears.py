@@ -2,7 +2,7 @@
 
 The public way consists of `DTensor.to_local`, a transposition, an operator, a view and `DTensor.from_local`. Each is an
 autograd step that takes the host some 5 to 50 us forward and backward, more than the operator itself
-(docs/integrations.md has the times). The results have the same bits. Dispatch modes, function transforms, autocast,
+(docs/integrations_measured.md has the times). The results have the same bits. Dispatch modes, function transforms, autocast,
 torch.compile and unusual tensors use the public way.
 """
 
