@@ -114,6 +114,8 @@ from integration_sections.tensor_parallel_switched import (
 from integration_sections.tensor_parallel_whole import (
     tensor_parallel_whole_activations,
     tensor_parallel_whole_and_frozen,
+    tensor_parallel_whole_and_unused,
+    tensor_parallel_whole_lists_part,
     tensor_parallel_whole_neighbors_part,
 )
 from integration_sections.two_levels import (
@@ -206,7 +208,9 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_checkpointed,
         tensor_parallel_whole_activations,
         tensor_parallel_whole_and_frozen,
+        tensor_parallel_whole_and_unused,
         tensor_parallel_whole_neighbors_part,
+        tensor_parallel_whole_lists_part,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,
         expert_parallel_layers,

@@ -1,5 +1,6 @@
 """`overlap` on models whose activations are whole on every rank, as in Hugging Face models and torch's plain styles."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import sequence_shards, tensor_parallel
+from counterpoint.integrations.eager_linears import EagerLinear
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close
@@ -28,6 +30,27 @@ class OfTwoInputs(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(x * 2) * self.up(x))
+
+
+class OfLists(nn.Module):
+    """Linears with inputs of their own in lists, which have no forward pass."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(features, 2 * features) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(2 * features, features) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = down(torch.relu(up(x)))
+        return x
+
+
+class OfOne(FeedForward):
+    """One of its neighbors is not used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x))
 
 
 class WithHead(FeedForward):
@@ -59,20 +82,21 @@ class Style:
         linear.forward = tp_forward
 
 
-def by_torch(mlp: FeedForward, mesh: DeviceMesh) -> None:
-    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+def by_torch(mlp: nn.Module, mesh: DeviceMesh) -> None:
+    linears = [name for name, each in mlp.named_modules() if isinstance(each, nn.Linear)]
+    plan = {name: RowwiseParallel() if "down" in name else ColwiseParallel() for name in linears}
     if isinstance(mlp, WithHead):
         plan["model.head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(mlp, mesh, plan)
 
 
-def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
+def by_transformers(mlp: nn.Module, mesh: DeviceMesh) -> None:
     linears = {name: each for name, each in mlp.named_modules() if isinstance(each, nn.Linear)}
     for name, linear in linears.items():
-        kind = "RowwiseParallel" if name == "down" else "ColwiseParallel"
-        layouts = {"down": (Shard(-1), Replicate()), "model.head": (Replicate(), Replicate())}.get(
-            name, (Replicate(), Shard(-1))
-        )
+        kind = "RowwiseParallel" if "down" in name else "ColwiseParallel"
+        layouts = (Shard(-1), Replicate()) if "down" in name else (Replicate(), Shard(-1))
+        if name == "model.head":
+            layouts = Replicate(), Replicate()
         for key, each in list(linear.named_parameters()):
             placement = Shard(1 if kind == "RowwiseParallel" else 0)
             if key == "bias" and kind == "RowwiseParallel":
@@ -82,8 +106,8 @@ def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
 
 
 def pair_of(
-    spread: Callable[[FeedForward, DeviceMesh], None], kind: type[FeedForward] = FeedForward
-) -> tuple[FeedForward, FeedForward, Overlapped]:
+    spread: Callable[[nn.Module, DeviceMesh], None], kind: type[FeedForward | OfLists] = FeedForward
+) -> tuple[nn.Module, nn.Module, Overlapped]:
     """The same spread module twice, the second one with `overlap`."""
     mlps = []
     for _ in range(2):
@@ -169,3 +193,27 @@ def tensor_parallel_whole_neighbors_part() -> None:
             assert_close(results_of(ours, compiled(ours)), wanted, 1e-12)
         assert overlapped.num_by_copies == 3
         assert [len(each.args[1]) for each in multiplied.mock_calls][-2:] == [1, 1], "the last look is the one that runs"
+
+
+def tensor_parallel_whole_lists_part() -> None:
+    """Linears in a list are separated while they run, and leave nothing behind that a copy of the model would meet."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread, OfLists)
+        wanted = results_of(bare, bare)
+        with mock.patch.object(EagerLinear, "multiply", autospec=True, side_effect=EagerLinear.multiply) as multiplied:
+            for _ in range(2):
+                assert_close(results_of(ours, ours), wanted, 1e-12)
+        of_columns = [len(each.args[3]) for each in multiplied.mock_calls if each.args[0]._sums_gradient]
+        assert of_columns == [3, 1, 1, 1, 1, 1], of_columns
+        assert overlapped.num_by_copies == 12
+        copy.deepcopy(ours)
+
+
+def tensor_parallel_whole_and_unused() -> None:
+    """The weight of a neighbor that is not used gets no gradient, in the first step and later."""
+    for spread in (by_torch, by_transformers):
+        for run_of in (as_it_is, compiled, checkpointed):
+            bare, ours, _ = pair_of(spread, OfOne)
+            for _ in range(2):
+                assert_close(results_of(ours, run_of(ours)), results_of(bare, bare), 1e-12)
+                assert [each.grad is None for each in ours.parameters()] == [each.grad is None for each in bare.parameters()]
