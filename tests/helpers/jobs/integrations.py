@@ -113,6 +113,7 @@ from integration_sections.tensor_parallel_switched import (
 )
 from integration_sections.tensor_parallel_whole import (
     tensor_parallel_whole_activations,
+    tensor_parallel_whole_and_distributed,
     tensor_parallel_whole_and_frozen,
     tensor_parallel_whole_and_unused,
     tensor_parallel_whole_lists_part,
@@ -209,6 +210,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_whole_activations,
         tensor_parallel_whole_and_frozen,
         tensor_parallel_whole_and_unused,
+        tensor_parallel_whole_and_distributed,
         tensor_parallel_whole_neighbors_part,
         tensor_parallel_whole_lists_part,
         tensor_parallel_in_a_job,

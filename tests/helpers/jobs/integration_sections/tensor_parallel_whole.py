@@ -217,3 +217,21 @@ def tensor_parallel_whole_and_unused() -> None:
             for _ in range(2):
                 assert_close(results_of(ours, run_of(ours)), results_of(bare, bare), 1e-12)
                 assert [each.grad is None for each in ours.parameters()] == [each.grad is None for each in bare.parameters()]
+            copy.deepcopy(ours)  # no product is left
+
+
+def tensor_parallel_whole_and_distributed() -> None:
+    """An input that is a DTensor already goes to the original linears, as whole as it is."""
+    bare, ours, overlapped = pair_of(by_torch)
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    whole = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+    for placement in (Replicate(), Shard(1)):
+        given = distribute_tensor(whole, mesh, [placement])
+        found = []
+        for mlp in (ours, bare):
+            mlp.zero_grad()
+            output = mlp(given)
+            output.pow(2).sum().backward()
+            found.append([output.detach(), *(each.grad.full_tensor() for each in mlp.parameters())])
+        assert_close(*found, 1e-12)
+    assert overlapped.library_reason == "an input that is a DTensor already"
