@@ -18,7 +18,7 @@ from counterpoint.integrations import sequence_shards, tensor_parallel
 from counterpoint.integrations.eager_linears import EagerLinear
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.schedule import ScheduleDescription
-from integration_sections.comparing import DEVICE, assert_close
+from integration_sections.comparing import DEVICE, ROUNDING, assert_close, assert_equal
 from integration_sections.parallel_blocks import FeedForward
 
 CHUNKED = ScheduleDescription(pattern="one_peer", chunks=2)
@@ -160,6 +160,10 @@ def tensor_parallel_whole_activations() -> None:
             dist.broadcast(given, 0)
             assert_close([ours(given)], [bare(given)], 1e-12)
             assert overlapped.num_by_copies == before + 1, "only the row-parallel linear sends anything without gradients"
+        overlapped.use(False)
+        before = overlapped.num_by_copies
+        assert_equal(results_of(ours, ours), results_of(bare, bare))
+        assert overlapped.num_by_copies == before, "off, no operator runs"
         overlapped.undo()
         assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
 
@@ -235,3 +239,17 @@ def tensor_parallel_whole_and_distributed() -> None:
             found.append([output.detach(), *(each.grad.full_tensor() for each in mlp.parameters())])
         assert_close(*found, 1e-12)
     assert overlapped.library_reason == "an input that is a DTensor already"
+
+
+def tensor_parallel_whole_under_autocast() -> None:
+    """Operands are cast as those of the original linears, and outputs have the same type, eager and compiled."""
+    for spread in (by_torch, by_transformers):
+        for run_of in (as_it_is, compiled):
+            bare, ours, _ = pair_of(spread, WithHead)
+            found = []
+            for mlp in (ours, bare):
+                run = run_of(mlp.float())
+                with torch.autocast(DEVICE.type, torch.bfloat16):
+                    found.append(results_of(mlp, lambda given, run=run: run(given.float())))
+            assert_close(*found, ROUNDING[torch.bfloat16])
+            assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
