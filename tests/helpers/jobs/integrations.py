@@ -118,6 +118,7 @@ from integration_sections.tensor_parallel_whole import (
     tensor_parallel_whole_and_unused,
     tensor_parallel_whole_lists_part,
     tensor_parallel_whole_neighbors_part,
+    tensor_parallel_whole_on_two_meshes,
     tensor_parallel_whole_under_autocast,
 )
 from integration_sections.two_levels import (
@@ -214,6 +215,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_whole_and_distributed,
         tensor_parallel_whole_neighbors_part,
         tensor_parallel_whole_lists_part,
+        tensor_parallel_whole_on_two_meshes,
         tensor_parallel_whole_under_autocast,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,

@@ -253,3 +253,21 @@ def tensor_parallel_whole_under_autocast() -> None:
                     found.append(results_of(mlp, lambda given, run=run: run(given.float())))
             assert_close(*found, ROUNDING[torch.bfloat16])
             assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
+
+
+def tensor_parallel_whole_on_two_meshes() -> None:
+    """Neighbors on meshes of their own each sum over the ranks of their mesh."""
+    num_ranks = dist.get_world_size()
+    pairs = init_device_mesh(DEVICE.type, (num_ranks // 2, 2), mesh_dim_names=("replicas", "tp"))["tp"]
+    found = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        both = nn.ModuleDict({name: nn.Linear(64, 128) for name in ("of_pairs", "of_all")}).to(DEVICE, torch.float64)
+        parallelize_module(both, pairs, {"of_pairs": ColwiseParallel()})
+        parallelize_module(both, init_device_mesh(DEVICE.type, (num_ranks,)), {"of_all": ColwiseParallel()})
+        if is_ours:
+            tensor_parallel.overlap(both, schedule=CHUNKED)
+        found.append(
+            results_of(both, lambda given, both=both: both["of_pairs"](given).sum() + both["of_all"](given).sum())[1:]
+        )
+    assert_close(*found, 1e-12)
