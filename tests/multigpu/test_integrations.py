@@ -63,7 +63,9 @@ GROUPS = {
         "tensor_parallel_switches",
         "tensor_parallel_whole_activations",
         "tensor_parallel_whole_and_frozen",
+        "tensor_parallel_whole_and_unused",
         "tensor_parallel_whole_neighbors_part",
+        "tensor_parallel_whole_lists_part",
         "tensor_parallel_in_a_job",
     ),
     "tensor parallel, compiled": (

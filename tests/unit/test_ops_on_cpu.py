@@ -35,7 +35,11 @@ OPERATORS = (
             ("looked_at", "after_inference", "autocast", "frozen_weights_gather_nothing"),
             (*OPERATORS, *OPERATORS, *OPERATORS, "frozen weights"),
         ),
-        (2, ("several_weights", "several_weights_looked_at"), ("several weights", "several weights looked at")),
+        (
+            2,
+            ("several_weights", "several_weights_looked_at", "several_weights_unused"),
+            ("several weights", "several weights looked at", "several weights unused"),
+        ),
         (3, ("results", "groups", "gradients"), (*OPERATORS, *OPERATORS, *OPERATORS)),
         (
             4,

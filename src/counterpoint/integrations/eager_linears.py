@@ -83,10 +83,10 @@ class EagerLinear:
         return tuple([product.resize_((*shape, product.shape[1])) for product in products])
 
     def differentiate(
-        self, ctx: Any, gradients: Sequence[torch.Tensor], is_wanted: tuple[bool, bool]
+        self, ctx: Any, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Return the gradients of the local input and of the local weights, from those of the results of `multiply`."""
-        rows = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        rows = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted)
         sizes, dim = ctx.sizes, self.dim
         of_input = (

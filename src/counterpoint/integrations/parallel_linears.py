@@ -53,6 +53,8 @@ class SharedInput:
             ready = self._ready.pop(column, None)
             if ready is not None and ready[0] is given and ready[1] == column.conditions(given):
                 return ready[2]
+            if ready is not None and ready[0] is not given and not is_again:
+                self._parting.add(column)  # a list of linears has no forward pass that could end
         if self._parting and not is_again and self._num_to_recompute <= is_counted:  # none but this call
             self._part()  # what runs again must be computed as before
         conditions = column.conditions(given) if len(column.group) > 1 else ()

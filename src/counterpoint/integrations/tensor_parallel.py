@@ -171,11 +171,11 @@ def _take_column(
 
 
 def _join_neighbors(columns: dict[str, ColumnwiseForward]) -> None:
-    """Join linears of one parent with the same input features and type."""
+    """Join linears of one parent with the same input features, type and mesh."""
     neighbors: dict[tuple[object, ...], list[tuple[str, ColumnwiseForward]]] = {}
     for name, column in columns.items():
         weight = column.linear.weight
-        key = (name.rpartition(".")[0], column.shared, weight.shape[1], weight.dtype)
+        key = (name.rpartition(".")[0], column.shared, column.layout.mesh, weight.shape[1], weight.dtype)
         neighbors.setdefault(key, []).append((name, column))
     for members in neighbors.values():
         group = tuple(column for _, column in members)

@@ -104,12 +104,18 @@ class Operator:
             return _Differentiable.apply(self, others, False, left, weights)
         return list(_Differentiable.apply(self, others, True, left, *weights))
 
-    def differentiate(self, ctx: Any, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
-        """Return the gradients of the left operand and of the weights."""
+    def differentiate(self, ctx: Any, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]) -> Gradients:
+        """Return the gradients of the left operand and of the weights; none of a weight whose product was not used."""
         assert self._gradients is not None
         refuse_second_derivative(self.name)
         left, *weights = ctx.saved_tensors
-        return self._gradients(Kept(left, weights, ctx.group_name, ctx.schedule), gradients, is_wanted)
+        used = next((each for each in gradients if each is not None), None)
+        if used is None:
+            return None, [None] * len(weights)
+        pairs = zip(gradients, weights, strict=True)
+        whole = [used.new_zeros(used.shape[0], weight.shape[1]) if each is None else each for each, weight in pairs]
+        of_left, found = self._gradients(Kept(left, weights, ctx.group_name, ctx.schedule), whole, is_wanted)
+        return of_left, [None if each is None else of for each, of in zip(gradients, found, strict=True)]
 
     def _differentiate_custom(self, ctx: Any, gradient: Any) -> tuple[Any, ...]:
         """Return the gradients of all arguments of the custom operator."""
@@ -193,6 +199,7 @@ def _is_batched(tensor: torch.Tensor) -> bool:
 def keep_for_backward(ctx: Any, left: torch.Tensor, weights: Matrices, others: tuple[Any, ...]) -> None:
     """Keep what `Operator.differentiate` needs; `others` end with the group's name and the schedule."""
     ctx.group_name, ctx.schedule = others[-2:]
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(left, *weights)
 
 

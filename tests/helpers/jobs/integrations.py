@@ -113,8 +113,13 @@ from integration_sections.tensor_parallel_switched import (
 )
 from integration_sections.tensor_parallel_whole import (
     tensor_parallel_whole_activations,
+    tensor_parallel_whole_and_distributed,
     tensor_parallel_whole_and_frozen,
+    tensor_parallel_whole_and_unused,
+    tensor_parallel_whole_lists_part,
     tensor_parallel_whole_neighbors_part,
+    tensor_parallel_whole_on_two_meshes,
+    tensor_parallel_whole_under_autocast,
 )
 from integration_sections.two_levels import (
     two_levels_give_the_sequential_results,
@@ -206,7 +211,12 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_checkpointed,
         tensor_parallel_whole_activations,
         tensor_parallel_whole_and_frozen,
+        tensor_parallel_whole_and_unused,
+        tensor_parallel_whole_and_distributed,
         tensor_parallel_whole_neighbors_part,
+        tensor_parallel_whole_lists_part,
+        tensor_parallel_whole_on_two_meshes,
+        tensor_parallel_whole_under_autocast,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,
         expert_parallel_layers,

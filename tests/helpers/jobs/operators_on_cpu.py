@@ -386,6 +386,30 @@ def several_weights_looked_at() -> None:
     report("several weights looked at")
 
 
+def several_weights_unused() -> None:
+    """A weight whose product was not used gets no gradient, so no optimizer moves it; the others get the same."""
+    rank, chunked = dist.get_rank(), D(chunks=2)
+    for name in SEVERAL:
+        lefts, weights = operands(name, 24, torch.float64)
+        operator = OPERATORS[name][0]
+
+        def call(*given: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
+            return operator(given[0], given[1:], schedule=chunked)[1]
+
+        whole = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for run, context in ((call, nullcontext()), (call, Seen()), (whole, nullcontext())):
+            left = lefts[rank].clone().requires_grad_()
+            parts = [part.clone().requires_grad_() for part in weights[rank].split([2, 3], 1)]
+            with context:
+                run(left, *parts).sum().backward()
+            unused, used = [part.grad for part in parts]
+            alone = products_and_gradients(name, lefts[rank].clone().requires_grad_(), parts[1:], chunked, 24)
+            assert_close(left.grad, alone[1], name)
+            assert unused is None
+            assert_close(used, alone[2], name)
+    report("several weights unused")
+
+
 def registered() -> None:
     """torch's own check of custom operators: schemas, shapes without numbers, gradients' registration."""
     group_name = dist.group.WORLD.group_name

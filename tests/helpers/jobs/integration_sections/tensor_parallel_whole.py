@@ -1,5 +1,6 @@
 """`overlap` on models whose activations are whole on every rank, as in Hugging Face models and torch's plain styles."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import sequence_shards, tensor_parallel
+from counterpoint.integrations.eager_linears import EagerLinear
 from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.schedule import ScheduleDescription
-from integration_sections.comparing import DEVICE, assert_close
+from integration_sections.comparing import DEVICE, ROUNDING, assert_close, assert_equal
 from integration_sections.parallel_blocks import FeedForward
 
 CHUNKED = ScheduleDescription(pattern="one_peer", chunks=2)
@@ -28,6 +30,27 @@ class OfTwoInputs(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(x * 2) * self.up(x))
+
+
+class OfLists(nn.Module):
+    """Linears with inputs of their own in lists, which have no forward pass."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(features, 2 * features) for _ in range(3))
+        self.downs = nn.ModuleList(nn.Linear(2 * features, features) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = down(torch.relu(up(x)))
+        return x
+
+
+class OfOne(FeedForward):
+    """One of its neighbors is not used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.gate(x))
 
 
 class WithHead(FeedForward):
@@ -59,20 +82,21 @@ class Style:
         linear.forward = tp_forward
 
 
-def by_torch(mlp: FeedForward, mesh: DeviceMesh) -> None:
-    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+def by_torch(mlp: nn.Module, mesh: DeviceMesh) -> None:
+    linears = [name for name, each in mlp.named_modules() if isinstance(each, nn.Linear)]
+    plan = {name: RowwiseParallel() if "down" in name else ColwiseParallel() for name in linears}
     if isinstance(mlp, WithHead):
         plan["model.head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(mlp, mesh, plan)
 
 
-def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
+def by_transformers(mlp: nn.Module, mesh: DeviceMesh) -> None:
     linears = {name: each for name, each in mlp.named_modules() if isinstance(each, nn.Linear)}
     for name, linear in linears.items():
-        kind = "RowwiseParallel" if name == "down" else "ColwiseParallel"
-        layouts = {"down": (Shard(-1), Replicate()), "model.head": (Replicate(), Replicate())}.get(
-            name, (Replicate(), Shard(-1))
-        )
+        kind = "RowwiseParallel" if "down" in name else "ColwiseParallel"
+        layouts = (Shard(-1), Replicate()) if "down" in name else (Replicate(), Shard(-1))
+        if name == "model.head":
+            layouts = Replicate(), Replicate()
         for key, each in list(linear.named_parameters()):
             placement = Shard(1 if kind == "RowwiseParallel" else 0)
             if key == "bias" and kind == "RowwiseParallel":
@@ -82,8 +106,8 @@ def by_transformers(mlp: FeedForward, mesh: DeviceMesh) -> None:
 
 
 def pair_of(
-    spread: Callable[[FeedForward, DeviceMesh], None], kind: type[FeedForward] = FeedForward
-) -> tuple[FeedForward, FeedForward, Overlapped]:
+    spread: Callable[[nn.Module, DeviceMesh], None], kind: type[FeedForward | OfLists] = FeedForward
+) -> tuple[nn.Module, nn.Module, Overlapped]:
     """The same spread module twice, the second one with `overlap`."""
     mlps = []
     for _ in range(2):
@@ -136,6 +160,10 @@ def tensor_parallel_whole_activations() -> None:
             dist.broadcast(given, 0)
             assert_close([ours(given)], [bare(given)], 1e-12)
             assert overlapped.num_by_copies == before + 1, "only the row-parallel linear sends anything without gradients"
+        overlapped.use(False)
+        before = overlapped.num_by_copies
+        assert_equal(results_of(ours, ours), results_of(bare, bare))
+        assert overlapped.num_by_copies == before, "off, no operator runs"
         overlapped.undo()
         assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
 
@@ -169,3 +197,77 @@ def tensor_parallel_whole_neighbors_part() -> None:
             assert_close(results_of(ours, compiled(ours)), wanted, 1e-12)
         assert overlapped.num_by_copies == 3
         assert [len(each.args[1]) for each in multiplied.mock_calls][-2:] == [1, 1], "the last look is the one that runs"
+
+
+def tensor_parallel_whole_lists_part() -> None:
+    """Linears in a list are separated while they run, and leave nothing behind that a copy of the model would meet."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread, OfLists)
+        wanted = results_of(bare, bare)
+        with mock.patch.object(EagerLinear, "multiply", autospec=True, side_effect=EagerLinear.multiply) as multiplied:
+            for _ in range(2):
+                assert_close(results_of(ours, ours), wanted, 1e-12)
+        of_columns = [len(each.args[3]) for each in multiplied.mock_calls if each.args[0]._sums_gradient]
+        assert of_columns == [3, 1, 1, 1, 1, 1], of_columns
+        assert overlapped.num_by_copies == 12
+        copy.deepcopy(ours)
+
+
+def tensor_parallel_whole_and_unused() -> None:
+    """The weight of a neighbor that is not used gets no gradient, in the first step and later."""
+    for spread in (by_torch, by_transformers):
+        for run_of in (as_it_is, compiled, checkpointed):
+            bare, ours, _ = pair_of(spread, OfOne)
+            for _ in range(2):
+                assert_close(results_of(ours, run_of(ours)), results_of(bare, bare), 1e-12)
+                assert [each.grad is None for each in ours.parameters()] == [each.grad is None for each in bare.parameters()]
+            copy.deepcopy(ours)  # no product is left
+
+
+def tensor_parallel_whole_and_distributed() -> None:
+    """An input that is a DTensor already goes to the original linears, as whole as it is."""
+    bare, ours, overlapped = pair_of(by_torch)
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    whole = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+    for placement in (Replicate(), Shard(1)):
+        given = distribute_tensor(whole, mesh, [placement])
+        found = []
+        for mlp in (ours, bare):
+            mlp.zero_grad()
+            output = mlp(given)
+            output.pow(2).sum().backward()
+            found.append([output.detach(), *(each.grad.full_tensor() for each in mlp.parameters())])
+        assert_close(*found, 1e-12)
+    assert overlapped.library_reason == "an input that is a DTensor already"
+
+
+def tensor_parallel_whole_under_autocast() -> None:
+    """Operands are cast as those of the original linears, and outputs have the same type, eager and compiled."""
+    for spread in (by_torch, by_transformers):
+        for run_of in (as_it_is, compiled):
+            bare, ours, _ = pair_of(spread, WithHead)
+            found = []
+            for mlp in (ours, bare):
+                run = run_of(mlp.float())
+                with torch.autocast(DEVICE.type, torch.bfloat16):
+                    found.append(results_of(mlp, lambda given, run=run: run(given.float())))
+            assert_close(*found, ROUNDING[torch.bfloat16])
+            assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
+
+
+def tensor_parallel_whole_on_two_meshes() -> None:
+    """Neighbors on meshes of their own each sum over the ranks of their mesh."""
+    num_ranks = dist.get_world_size()
+    pairs = init_device_mesh(DEVICE.type, (num_ranks // 2, 2), mesh_dim_names=("replicas", "tp"))["tp"]
+    found = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        both = nn.ModuleDict({name: nn.Linear(64, 128) for name in ("of_pairs", "of_all")}).to(DEVICE, torch.float64)
+        parallelize_module(both, pairs, {"of_pairs": ColwiseParallel()})
+        parallelize_module(both, init_device_mesh(DEVICE.type, (num_ranks,)), {"of_all": ColwiseParallel()})
+        if is_ours:
+            tensor_parallel.overlap(both, schedule=CHUNKED)
+        found.append(
+            results_of(both, lambda given, both=both: both["of_pairs"](given).sum() + both["of_all"](given).sum())[1:]
+        )
+    assert_close(*found, 1e-12)
