@@ -1,16 +1,22 @@
 """One rank of a Hugging Face Llama that transformers itself spreads over the ranks (`tp_plan="auto"`); it does not know us.
 
     torchrun --nproc-per-node 2 -m benchmarks.transformers_job --steps 300
+    torchrun --nproc-per-node 2 -m benchmarks.transformers_job --turns 8 --compile -o FILE
 
 6 layers, hidden size 4,096, 32 heads, 8 key-value heads, 32,000 words, 2 sequences of 4,096 tokens, bf16, plain SGD.
 Needs transformers, which the benchmarks do not install: pip install transformers. Weights are random: the configuration
 is saved to a folder, and the model is made from there, because transformers shards what it loads.
+
+With `--turns` it takes the two lines of `tensor_parallel.overlap`, and runs bare and overlapped in the order ABBA: two steps,
+then ten that are timed together.
 """
 
 import argparse
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +24,7 @@ import torch.distributed as dist
 from benchmarks.jobs.stock_jobs import print_last_half
 
 STEPS_PER_TIME = 10
+WARM_UPS = 5
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -28,9 +35,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--turns", type=int, help="turns of both ways in one process, instead of --steps")
+    parser.add_argument("--compile", action="store_true", help="compile the whole model")
+    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     if options.steps < STEPS_PER_TIME:
         parser.error(f"--steps is {STEPS_PER_TIME} or more, since so many are timed together; found {options.steps}")
+    if options.turns is not None and options.turns < 4:
+        parser.error(f"--turns is 4 or more, so that each way is first as often as second; found {options.turns}")
     return options
 
 
@@ -57,21 +69,61 @@ def make_model(options: argparse.Namespace) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder[0], dtype=kind, tp_plan="auto")
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train on one batch; rank 0 prints losses and the time of a step."""
-    model = make_model(options)
+def stepper(options: argparse.Namespace, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+    """What trains one step on one batch and returns its loss."""
     # torch cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     torch.manual_seed(1)
     batch = torch.randint(0, 32000, (options.batch, options.tokens), device=options.device)
-    times_ms: list[float] = []
-    start = time.perf_counter()
-    for step in range(1, options.steps + 1):
-        loss = model(input_ids=batch, labels=batch).loss
+    if options.compile:
+        model.compile()
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % STEPS_PER_TIME == 0:
+        return loss
+
+    return step
+
+
+def train_in_turns(options: argparse.Namespace) -> None:
+    """Train bare and overlapped in turns; rank 0 prints and saves ms per step of each turn."""
+    from benchmarks.on_gpus import save  # noqa: PLC0415  the bare job does not know Counterpoint
+    from counterpoint.integrations import tensor_parallel  # noqa: PLC0415
+
+    model = make_model(options)
+    overlapped = tensor_parallel.overlap(model)
+    step = stepper(options, model)
+    for is_on in (False, True):  # compiles, and records calls
+        overlapped.use(is_on)
+        for _ in range(WARM_UPS):
+            step()
+    ms: dict[str, list[float]] = {"bare": [], "overlap": []}
+    for turn in range(options.turns):
+        is_on = turn % 4 in (1, 2)
+        overlapped.use(is_on)
+        for _ in range(2):
+            step().item()
+        start = time.perf_counter()
+        for _ in range(STEPS_PER_TIME):
+            loss = step()
+        shown = loss.item()  # waits for the GPU
+        ms["overlap" if is_on else "bare"].append(round((time.perf_counter() - start) * 1000 / STEPS_PER_TIME, 3))
+    if dist.get_rank() == 0:
+        print(ms, f"loss {shown:.6f}", overlapped, sep="\n", flush=True)
+    save(options.output, [{"is_compiled": options.compile, "ms": ms, "counted": str(overlapped)}])
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train on one batch; rank 0 prints losses and the time of a step."""
+    step = stepper(options, make_model(options))
+    times_ms: list[float] = []
+    start = time.perf_counter()
+    for number in range(1, options.steps + 1):
+        loss = step()
+        if number % STEPS_PER_TIME == 0:
             shown = loss.item()
             now = time.perf_counter()
             times_ms.append((now - start) * 1000 / STEPS_PER_TIME)
@@ -87,7 +139,7 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    train(options)
+    (train if options.turns is None else train_in_turns)(options)
     dist.barrier()
     dist.destroy_process_group()
 

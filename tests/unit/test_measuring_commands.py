@@ -164,5 +164,6 @@ def test_the_transformers_job_parses_without_transformers() -> None:
 
     assert parse(["--steps", "20", "--device", "cpu"]).layers == 6
     assert "transformers" not in sys.modules
-    with pytest.raises(SystemExit):
-        parse(["--steps", "5"])
+    for wrong in (["--steps", "5"], ["--turns", "2"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
