@@ -7,8 +7,8 @@
 Needs transformers, which the benchmarks do not install: pip install transformers. Weights are random: the configuration
 is saved to a folder, and the model is made from there, because transformers shards what it loads.
 
-With `--turns` it takes the two lines of `tensor_parallel.overlap`, and runs bare and overlapped in the order ABBA: two steps,
-then ten that are timed together.
+With `--turns` it takes the two lines of `tensor_parallel.overlap`, and runs bare and overlapped in the order ABBA: two
+steps, then ten that are timed together.
 """
 
 import argparse
