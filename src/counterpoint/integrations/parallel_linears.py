@@ -167,10 +167,10 @@ class ColumnwiseForward:
 
     def _token_dim(self, given: torch.Tensor) -> int | None:
         """Return the dimension that holds the rows of an input for the operator; None for an input that is not the
-        operator's. Without gradients, nothing is ever sent for a whole input.
+        operator's. Nothing is ever sent for a whole input that needs no gradient.
         """
         if self.is_whole:
-            return 0 if torch.is_grad_enabled() and not isinstance(given, DTensor) else None
+            return 0 if torch.is_grad_enabled() and given.requires_grad and not isinstance(given, DTensor) else None
         if not isinstance(given, DTensor):
             return self._input_dim
         placement = given.placements[0]
