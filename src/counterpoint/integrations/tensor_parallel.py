@@ -62,7 +62,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     overlapped.require_new(linears, ParallelForward)
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     shared = {name: SharedInput() for name in gathering}
-    whole = {name.rpartition(".")[0]: SharedInput() for name, _ in linears}
+    whole = {_parent(name): SharedInput() for name, _ in linears}
     columns: dict[str, ColumnwiseForward] = {}
     for name, linear in linears:
         layout = linear_layout(linear)
@@ -71,8 +71,9 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
         elif layout.kind == "row":
             _take_row(overlapped, name, linear, (layout, text))
         else:
-            inputs = _nearest(name, shared), whole[name.rpartition(".")[0]]
-            column = _take_column(overlapped, name, linear, (layout, inputs, text))
+            gathered = _nearest(name, shared)
+            rest = layout, gathered or whole[_parent(name)], text
+            column = _take_column(overlapped, name, linear, rest, is_gathered=gathered is not None)
             if column is not None:
                 columns[name] = column
     _join_neighbors(columns)
@@ -82,7 +83,7 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
             hooks = container._forward_pre_hooks
             overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
             overlapped.finish_with(container, shared[name])
-    for name in {name.rpartition(".")[0] for name, column in columns.items() if column.is_whole and len(column.group) > 1}:
+    for name in {_parent(name) for name, column in columns.items() if column.is_whole and len(column.group) > 1}:
         overlapped.finish_with(module.get_submodule(name), whole[name])
     overlapped.require_taken(f"No linear of {type(module).__name__}")
     overlapped.say_refused()
@@ -142,22 +143,24 @@ def _take_column(
     overlapped: Overlapped,
     name: str,
     linear: nn.Linear,
-    rest: tuple[LinearLayout, tuple[SharedInput | None, SharedInput], str],
+    rest: tuple[LinearLayout, SharedInput, str],
+    *,
+    is_gathered: bool,
 ) -> ColumnwiseForward | None:
-    """Take a column-parallel linear; return one that may have neighbors."""
-    layout, (shared, whole), schedule = rest
+    """Take a column-parallel linear, whose input a module around it gathers or not; return one that may have neighbors."""
+    layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if key is not None and is_sequence(layout.input_layouts[0]):
         shared_by_none, input_dim = SharedInput(), layout.input_layouts[0].dim
         forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim=input_dim)
         overlapped.replace_forward(name, linear, forward)
         overlapped.replace_hook(hooks, key, annotate(layout, hooks[key], overlapped.switch))
-    elif key is not None and shared is not None:
+    elif key is not None and is_gathered:
         column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule))
         overlapped.replace_forward(name, linear, column)
         return column
     elif layout.input_layouts[0] == Replicate() and (key is not None or layout.is_output_local):
-        column = ColumnwiseForward(linear, layout, (whole, overlapped.switch, schedule), is_whole=True)
+        column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule), is_whole=True)
         overlapped.replace_forward(name, linear, column)
         if key is not None:
             overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
@@ -175,12 +178,16 @@ def _join_neighbors(columns: dict[str, ColumnwiseForward]) -> None:
     neighbors: dict[tuple[object, ...], list[tuple[str, ColumnwiseForward]]] = {}
     for name, column in columns.items():
         weight = column.linear.weight
-        key = (name.rpartition(".")[0], column.shared, column.layout.mesh, weight.shape[1], weight.dtype)
+        key = (_parent(name), column.shared, column.layout.mesh, weight.shape[1], weight.dtype)
         neighbors.setdefault(key, []).append((name, column))
     for members in neighbors.values():
         group = tuple(column for _, column in members)
         for column in group:
             column.join(group)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _nearest(name: str, shared: dict[str, SharedInput]) -> SharedInput | None:

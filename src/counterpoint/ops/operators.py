@@ -42,9 +42,7 @@ def _gather_then_multiply(library: Collectives, tensors: Tensors, weights: Weigh
 
 def _gather_then_multiply_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     _multiply_then_reduce(library, tensors, weights)
-    gathered = library.gather(tensors["shard"])
-    for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
-        torch.mm(gathered.t(), gradient, out=out)
+    _set_weight_gradients(library.gather(tensors["shard"]), tensors)
 
 
 def _multiply_then_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -74,9 +72,13 @@ def _multiply_then_all_reduce(library: Collectives, tensors: Tensors, weights: W
 
 def _multiply_then_all_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     _multiply_then_all_reduce(library, tensors, weights)
-    left = tensors["left"].t()
+    _set_weight_gradients(tensors["left"], tensors)
+
+
+def _set_weight_gradients(left: torch.Tensor, tensors: Tensors) -> None:
+    """Set the gradient of each weight by which the left operand was multiplied."""
     for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
-        torch.mm(left, gradient, out=out)
+        torch.mm(left.t(), gradient, out=out)
 
 
 def _exchange_then_multiply(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -122,14 +124,7 @@ def _run_all_gather_matmul_backward(
     gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `all_gather_matmul` for its shard and for each of its weights."""
-    key = key_of((GATHER_BACKWARD, group_name, schedule), shard, *gradients, *weights)
-    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
-    if known is None:
-        call = OperatorCall(GATHER_BACKWARD, (gradients, transposed, group_name))
-        call.plan((gradients[0].shape[0], shard.shape[1], _num_columns(weights)), schedule)
-        names = "shard", *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
-        known = call.keep(key, names, _gathered_gradient_shapes(gradients, shard, weights, group_name, schedule))
-    return known.run([shard.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
+    return _gradients_of_several((GATHER_BACKWARD, "shard"), gradients, (shard, weights), group_name, schedule)
 
 
 def _run_matmul_reduce_scatter(
@@ -141,15 +136,7 @@ def _run_matmul_reduce_scatter(
 
 def _run_matmuls_reduce_scatter(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
     """Return this rank's block of the sum of all products and all ranks."""
-    key = key_of((REDUCE, group_name, schedule), *activations, *weights)
-    known = known_call(key, group_name)
-    if known is None:
-        call = OperatorCall(REDUCE, (activations, weights, group_name))
-        sizes = activations[0].shape[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        call.plan(sizes, schedule)
-        names = *part_names("activation", len(activations)), "product"
-        known = call.keep(key, names, [_scattered_sum_shape(activations, weights, group_name, schedule)])
-    return known.run(activations, weights)[0]
+    return _sum_of_several((REDUCE, _scattered_sum_shape), activations, weights, group_name, schedule)
 
 
 def _run_matmul_reduce_scatter_backward(
@@ -167,14 +154,26 @@ def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group
 
 def _run_matmuls_all_reduce(activations: Matrices, weights: Matrices, group_name: str, schedule: str) -> torch.Tensor:
     """Return the sum of all products and all ranks."""
-    key = key_of((ALL_REDUCE, group_name, schedule), *activations, *weights)
+    return _sum_of_several((ALL_REDUCE, _reduced_sum_shape), activations, weights, group_name, schedule)
+
+
+def _sum_of_several(
+    shaped: tuple[TorchPass, Callable[..., torch.Tensor]],
+    activations: Matrices,
+    weights: Matrices,
+    group_name: str,
+    schedule: str,
+) -> torch.Tensor:
+    """Return what this rank keeps of the sum of all products. `shaped`: the pass, and the function that makes its result."""
+    torch_pass, shape = shaped
+    key = key_of((torch_pass, group_name, schedule), *activations, *weights)
     known = known_call(key, group_name)
     if known is None:
-        call = OperatorCall(ALL_REDUCE, (activations, weights, group_name))
+        call = OperatorCall(torch_pass, (activations, weights, group_name))
         sizes = activations[0].shape[0], sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         call.plan(sizes, schedule)
         names = *part_names("activation", len(activations)), "product"
-        known = call.keep(key, names, [_reduced_sum_shape(activations, weights, group_name, schedule)])
+        known = call.keep(key, names, [shape(activations, weights, group_name, schedule)])
     return known.run(activations, weights)[0]
 
 
@@ -191,14 +190,7 @@ def _run_column_parallel_matmul_backward(
     gradients: Matrices, left: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `column_parallel_matmul` for its activation and for each of its weights."""
-    key = key_of((COLUMNS_BACKWARD, group_name, schedule), left, *gradients, *weights)
-    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
-    if known is None:
-        call = OperatorCall(COLUMNS_BACKWARD, (gradients, transposed, group_name))
-        call.plan((*left.shape, _num_columns(weights)), schedule)
-        names = "left", *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
-        known = call.keep(key, names, _gathered_gradient_shapes(gradients, left, weights, group_name, schedule))
-    return known.run([left.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
+    return _gradients_of_several((COLUMNS_BACKWARD, "left"), gradients, (left, weights), group_name, schedule)
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
@@ -218,6 +210,28 @@ def _run_all_to_all_matmul_backward(
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
     operands = gradient, tokens, weight
     return _gradients_of_two(EXCHANGE_BACKWARD, ("activation", "shard"), operands, group_name, schedule)
+
+
+def _gradients_of_several(
+    named: tuple[TorchPass, str],
+    gradients: Matrices,
+    operands: tuple[torch.Tensor, Matrices],
+    group_name: str,
+    schedule: str,
+) -> list[torch.Tensor]:
+    """Return the gradients of an operator's left operand and of each of its weights.
+
+    `named`: the pass, and the buffer of the left operand. `operands`: the left operand and the weights.
+    """
+    (torch_pass, left_name), (left, weights) = named, operands
+    key = key_of((torch_pass, group_name, schedule), left, *gradients, *weights)
+    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
+    if known is None:
+        call = OperatorCall(torch_pass, (gradients, transposed, group_name))
+        call.plan((gradients[0].shape[0], left.shape[1], _num_columns(weights)), schedule)
+        names = left_name, *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
+        known = call.keep(key, names, _gradients_of_several_shapes(gradients, left, weights, group_name, schedule))
+    return known.run([left.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
 
 
 def _gradients_of_two(
@@ -256,7 +270,7 @@ def _gathered_shapes(
     return [shard.new_empty(num_rows, weight.shape[1]) for weight in weights]
 
 
-def _gathered_gradient_shapes(
+def _gradients_of_several_shapes(
     gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     return [shard.new_empty(shard.shape), *(torch.empty_like(weight) for weight in weights)]
@@ -356,7 +370,7 @@ def _backward_text(operation: Operation, schedule: str) -> str:
 
 
 all_gather_matmul_backward = Operator(
-    "all_gather_matmul_backward", _run_all_gather_matmul_backward, _gathered_gradient_shapes
+    "all_gather_matmul_backward", _run_all_gather_matmul_backward, _gradients_of_several_shapes
 )
 matmul_reduce_scatter_backward = Operator(
     "matmul_reduce_scatter_backward", _run_matmul_reduce_scatter_backward, _gradient_shapes
@@ -364,7 +378,7 @@ matmul_reduce_scatter_backward = Operator(
 matmuls_reduce_scatter = Operator("matmuls_reduce_scatter", _run_matmuls_reduce_scatter, _scattered_sum_shape)
 matmuls_all_reduce = Operator("matmuls_all_reduce", _run_matmuls_all_reduce, _reduced_sum_shape)
 column_parallel_matmul_backward = Operator(
-    "column_parallel_matmul_backward", _run_column_parallel_matmul_backward, _gathered_gradient_shapes
+    "column_parallel_matmul_backward", _run_column_parallel_matmul_backward, _gradients_of_several_shapes
 )
 all_to_all_matmul_backward = Operator("all_to_all_matmul_backward", _run_all_to_all_matmul_backward, _gradient_shapes)
 all_gather_matmul = Operator("all_gather_matmul", _run_all_gather_matmul, _gathered_shapes, _gather_gradients)
@@ -398,12 +412,6 @@ def _column_flops(left: Shape, weights: Sequence[Shape], *_: object, **__: objec
     return 2 * left[0] * sum(map(math.prod, weights))
 
 
-def _column_backward_flops(
-    _gradients: Sequence[Shape], left: Shape, weights: Sequence[Shape], *_: object, **__: object
-) -> int:
-    return 2 * _column_flops(left, weights)
-
-
 def _multiplied_flops(left: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * left[0] * math.prod(weight)
 
@@ -417,9 +425,8 @@ def _added_flops(lefts: Sequence[Shape], weights: Sequence[Shape], *_: object, *
 
 
 _count(_gathered_flops, all_gather_matmul)
-_count(_gathered_backward_flops, all_gather_matmul_backward)
+_count(_gathered_backward_flops, all_gather_matmul_backward, column_parallel_matmul_backward)
 _count(_column_flops, column_parallel_matmul)
-_count(_column_backward_flops, column_parallel_matmul_backward)
 _count(_multiplied_flops, matmul_reduce_scatter, matmul_all_reduce, all_to_all_matmul)
 _count(_multiplied_backward_flops, matmul_reduce_scatter_backward, all_to_all_matmul_backward)
 _count(_added_flops, matmuls_reduce_scatter, matmuls_all_reduce)
