@@ -6,14 +6,13 @@ autograd step that takes the host some 5 to 50 us forward and backward, more tha
 torch.compile and unusual tensors use the public way.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from counterpoint.integrations.sequence_shards import Route, is_one_sequence, rows_of, with_tokens_at
+from counterpoint.integrations.sequence_shards import Route, distributed, is_one_sequence, rows_of, with_tokens_at
 from counterpoint.ops import operators
 from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
 
@@ -128,8 +127,8 @@ class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         is_wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
         of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted)
         if ctx.spec is not None:
-            of_input = _distributed(of_input, ctx.spec)
-        return None, of_input, *[_distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
+            of_input = distributed(of_input, ctx.spec)
+        return None, of_input, *[distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
@@ -138,14 +137,3 @@ def _is_plain(weight: torch.Tensor) -> bool:
         return False
     local = weight._local_tensor
     return type(local) in PLAIN_TYPES and local.is_contiguous()
-
-
-def _distributed(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
-    """Return a local gradient as a DTensor like its weight, with a contiguous local tensor and its own spec, as
-    `to_local` does.
-    """
-    if gradient is None:
-        return None
-    if gradient.is_contiguous():
-        return DTensor.__new__(DTensor, gradient, copy.copy(spec), requires_grad=False)
-    return DTensor.from_local(gradient, spec.mesh, spec.placements, run_check=False)

@@ -23,6 +23,7 @@ from counterpoint.integrations.sequence_shards import (
     cast_for_matmul,
     conditions_of,
     gather_multiply,
+    local_parts,
     multiply_all_reduce,
     multiply_scatter,
     multiply_whole,
@@ -160,7 +161,7 @@ class ColumnwiseForward:
         if products is not None:
             return products
         local = cast_for_matmul(given.to_local() if isinstance(given, DTensor) else given)
-        parts = [cast_for_matmul(weight.to_local()) for weight in weights]
+        parts = local_parts(weights)
         if self.is_whole:
             return multiply_whole(local, parts, self._route)
         return gather_multiply(local, parts, dim, self._route)
@@ -189,12 +190,12 @@ class RowwiseForward:
         self._eager = EagerLinear(operators.matmul_reduce_scatter, self._dim, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the sequence, from its part of the features; a plain tensor is that part."""
+        """Return this rank's part of the sequence, from its part of the features (see `_features_of`)."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
         if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
-        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
+        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
         products = None
         if not torch.compiler.is_compiling():
             products = self._eager(features, (weight,))
@@ -224,12 +225,12 @@ class AllReduceForward:
         self._eager = EagerLinear(operators.matmul_all_reduce, 0, self._route)
 
     def run(self, given: torch.Tensor) -> torch.Tensor:
-        """Return all tokens with all features, from this rank's part of the features; a plain tensor is that part."""
+        """Return all tokens with all features, from this rank's part of the features (see `_features_of`)."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
         if _runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))
-        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given)
+        weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
         products = None if torch.compiler.is_compiling() else self._eager(features, (weight,))
         if products is not None:
             product = products[0]
@@ -243,10 +244,12 @@ class AllReduceForward:
 ParallelForward: TypeAlias = ColumnwiseForward | RowwiseForward | AllReduceForward
 
 
-def _features_of(given: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of the features, as a local tensor."""
+def _features_of(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
+    """Return this rank's part of the features, as a local tensor. A plain tensor is that part, or whole by the layout."""
     if not isinstance(given, DTensor):
-        return given
+        if layout.input_layouts[0] != Replicate():
+            return given
+        given = DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
     features = (Shard(given.ndim - 1),)
     return (given if given.placements == features else given.redistribute(placements=features)).to_local()
 

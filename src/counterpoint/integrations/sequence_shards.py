@@ -9,9 +9,10 @@ is free.
 Several column-parallel weights on one input share one gather, or one sum.
 """
 
+import copy
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -126,7 +127,7 @@ def neighbor_product(
         weights, position = [weights[position]], 0
     earlier, waiting = vars(given).get(READY, (None, {}))
     if earlier != conditions or position not in waiting:
-        parts = [cast_for_matmul(weight.to_local()) for weight in weights]
+        parts = local_parts(weights)
         if isinstance(given, DTensor):
             products = gather_multiply(cast_for_matmul(given.to_local()), parts, given.placements[0].dim, Route(*route))
         else:
@@ -165,3 +166,33 @@ def cast_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
     kind = tensor.device.type
     is_cast = tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind)
     return tensor.to(torch.get_autocast_dtype(kind)) if is_cast else tensor
+
+
+def local_parts(weights: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Return this rank's parts of neighbors' weights, as a matmul takes them."""
+    return [cast_for_matmul(_LocalPart.apply(weight)) for weight in weights]
+
+
+class _LocalPart(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """`DTensor.to_local`, which in torch 2.11 turns the missing gradient of an unused product into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> torch.Tensor:
+        ctx.spec = weight._spec
+        ctx.set_materialize_grads(False)
+        return weight._local_tensor.view_as(weight._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return distributed(gradient, ctx.spec)
+
+
+def distributed(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+    """Return a local gradient as a DTensor like its weight, with a contiguous local tensor and its own spec, as
+    `to_local` does.
+    """
+    if gradient is None:
+        return None
+    if gradient.is_contiguous():
+        return DTensor.__new__(DTensor, gradient, copy.copy(spec), requires_grad=False)
+    return DTensor.from_local(gradient, spec.mesh, spec.placements, run_check=False)

@@ -127,9 +127,10 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
             f"its output is {output}, but only an output that is whole or sharded along the sequence is "
             "supported. Give RowwiseParallel output_layouts=Shard(1)"
         )
-    elif layout.input_layouts != (Shard(-1),):
+    elif layout.input_layouts[0] not in (Shard(-1), Replicate()):
         overlapped.refused[name] = (
-            f"its input is {layout.input_layouts[0]}, but only Shard(-1) is supported. Leave out input_layouts"
+            f"its input is {layout.input_layouts[0]}, but only Shard(-1) and Replicate() are supported. Leave out "
+            "input_layouts"
         )
     else:
         kind = RowwiseForward if is_sequence(output) else AllReduceForward

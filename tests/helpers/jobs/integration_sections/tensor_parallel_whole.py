@@ -64,6 +64,20 @@ class WithHead(FeedForward):
         return self.model["head"](super().forward(x))
 
 
+class Packed(nn.Module):
+    """One linear for gate and up, whose output is gathered to be cut in two, as in Phi-3 and GLM-4; the next linear takes
+    this rank's features of its whole input.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(features, 4 * features, bias=False), nn.Linear(2 * features, features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(torch.relu(gate) * up)
+
+
 class Style:
     """A style of transformers (read in 5.23): it keeps layouts in the closure of the forward that replaces the linear's."""
 
@@ -85,6 +99,9 @@ class Style:
 def by_torch(mlp: nn.Module, mesh: DeviceMesh) -> None:
     linears = [name for name, each in mlp.named_modules() if isinstance(each, nn.Linear)]
     plan = {name: RowwiseParallel() if "down" in name else ColwiseParallel() for name in linears}
+    if isinstance(mlp, Packed):
+        whole = Replicate()
+        plan = {"gate_up": ColwiseParallel(output_layouts=whole), "down": RowwiseParallel(input_layouts=whole)}
     if isinstance(mlp, WithHead):
         plan["model.head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(mlp, mesh, plan)
@@ -95,7 +112,7 @@ def by_transformers(mlp: nn.Module, mesh: DeviceMesh) -> None:
     for name, linear in linears.items():
         kind = "RowwiseParallel" if "down" in name else "ColwiseParallel"
         layouts = (Shard(-1), Replicate()) if "down" in name else (Replicate(), Shard(-1))
-        if name == "model.head":
+        if name == "model.head" or isinstance(mlp, Packed):
             layouts = Replicate(), Replicate()
         for key, each in list(linear.named_parameters()):
             placement = Shard(1 if kind == "RowwiseParallel" else 0)
@@ -106,7 +123,7 @@ def by_transformers(mlp: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def pair_of(
-    spread: Callable[[nn.Module, DeviceMesh], None], kind: type[FeedForward | OfLists] = FeedForward
+    spread: Callable[[nn.Module, DeviceMesh], None], kind: type[FeedForward | OfLists | Packed] = FeedForward
 ) -> tuple[nn.Module, nn.Module, Overlapped]:
     """The same spread module twice, the second one with `overlap`."""
     mlps = []
@@ -166,6 +183,17 @@ def tensor_parallel_whole_activations() -> None:
         assert overlapped.num_by_copies == before, "off, no operator runs"
         overlapped.undo()
         assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
+
+
+def tensor_parallel_whole_and_packed() -> None:
+    """A row-parallel linear multiplies its features of a whole input, and the gradient of that input is whole."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread, Packed)
+        assert overlapped.taken == ["gate_up", "down"], overlapped.refused
+        for run_of in (as_it_is, compiled, checkpointed):
+            before = overlapped.num_by_copies
+            assert_close(results_of(ours, run_of(ours)), results_of(bare, bare), 1e-12)
+            assert overlapped.num_by_copies - before == (3 if run_of is checkpointed else 2)
 
 
 def tensor_parallel_whole_and_frozen() -> None:
