@@ -10,7 +10,7 @@ from counterpoint.controls import OverlapMatmul, Priority, ResidencyCap
 from counterpoint.integrations.paths import COPIES, Paths
 from counterpoint.integrations.planned_paths import applied_in_job, planned_paths
 from counterpoint.plan import Directive, Match, Plan, save_plan
-from counterpoint.step import Collective, CollectiveKind, Dependency, Operation, Step
+from counterpoint.step import Collective, CollectiveKind, Dependency, Operation, Step, UnevenParts
 from counterpoint.units import MIB
 from helpers.command import TRACES, counterpoint
 from helpers.toy_steps import kernel, step_of
@@ -30,13 +30,14 @@ def collective(kind: CollectiveKind, num_mib: int, group: str) -> Collective:
     )
 
 
+PARTS = UnevenParts(group_rank=0, sent_bytes=(MIB, 63 * MIB), received_bytes=(MIB, 20 * MIB))
 STEP: Step = step_of(
     collective("all_gather", 64, "fsdp"),
     collective("all_gather", 64, "fsdp"),
     collective("all_gather", 1, "norms"),
     collective("all_reduce", 64, "tp"),
     collective("all_reduce", 64, "dp"),
-    collective("all_to_all", 64, "ep"),
+    replace(collective("all_to_all", 64, "ep"), parts=PARTS),
 )
 
 
@@ -74,7 +75,8 @@ def test_without_the_step_a_match_by_more_than_kind_is_refused_and_says_by_what(
         ([match(operations=(0,)), match(operations=(1,))], ("all_gather",), []),
         ([match(collective="all_gather", ordinals=(0,))], (), ["the plan matches 1 of 2 all-gathers that are large enough"]),
         ([match(collective="all_reduce", process_group="tp")], (), ["the plan matches 1 of 2 all-reduces"]),
-        ([match(collective="all_to_all"), GATHERS], ("all_gather",), ["no integration moves all_to_all by copies"]),
+        ([match(collective="all_to_all"), GATHERS], ("all_gather",), ["each call gives the sizes of its parts"]),
+        ([match(collective="broadcast"), GATHERS], ("all_gather",), ["no integration moves broadcast by copies"]),
     ],
 )
 def test_with_the_step_a_match_is_had_where_it_means_all_that_copies_would_take(
@@ -83,6 +85,12 @@ def test_with_the_step_a_match_is_had_where_it_means_all_that_copies_would_take(
     found = planned_paths(map(asked, matches), STEP)
     assert found.paths.copies == copies
     assert [refusal.reason[: len(reason)] for refusal, reason in zip(found.refusals, reasons, strict=True)] == reasons
+
+
+def test_all_to_alls_without_sizes_go_by_copies_beside_others_with_sizes() -> None:
+    step = step_of(*STEP.operations, collective("all_to_all", 64, "sequence"), collective("broadcast", 64, "dp"))
+    assert planned_paths([asked(match(collective="all_to_all"))], step).paths == Paths(copies=("all_to_all",))
+    assert planned_paths([asked(match(collective="all_to_all"))], step).refusals == ()
 
 
 def test_overlapped_matmuls_are_a_matter_of_their_own_group() -> None:

@@ -36,8 +36,12 @@ CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
     "2d": ((None, RING),),
     "experts": (("all_to_all", OverlapMatmul(schedule=IN_PIECES)),),
+    "exchanged": (("all_to_all", COPIES),),
 }
-KINDS = {2: ("ddp", "fsdp2", "tp", "bare", "experts"), 4: ("ddp", "fsdp2", "tp", "2d", "experts")}  # by ranks
+KINDS = {  # by ranks
+    2: ("ddp", "fsdp2", "tp", "bare", "experts", "exchanged"),
+    4: ("ddp", "fsdp2", "tp", "2d", "experts"),
+}
 TARGETS = {
     "ddp": ("all-reduces",),
     "fsdp2": ("all-gathers", "reduce-scatters"),
@@ -45,6 +49,7 @@ TARGETS = {
     "bare": ("all-gathers", "all-reduces"),
     "2d": ("tensor-parallel linears",),
     "experts": ("routed experts",),
+    "exchanged": ("all-to-alls",),
 }
 Ended = subprocess.CompletedProcess[str]
 Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
@@ -112,7 +117,7 @@ def row(ended: Ended, target: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4), ("2d", 4)],
+    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("exchanged", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4), ("2d", 4)],
 )
 def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_called_by_hand(
     kind: str, num_ranks: int, tmp_path: Path, references: Callable[[int], dict[str, Result]]

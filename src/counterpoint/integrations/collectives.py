@@ -33,6 +33,7 @@ from counterpoint.integrations.lane_collectives import (
     Tally,
     all_gather,
     all_reduce,
+    all_to_all,
     reduce_scatter,
     require_buffer,
     require_in_flight,
@@ -43,7 +44,12 @@ from counterpoint.integrations.lane_collectives import (
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.integrations.paths import COPIED_KINDS, WORDS
 from counterpoint.integrations.piecewise import Piece, PiecewiseCopies
-from counterpoint.ops.collectives import library_all_gather, library_all_reduce, library_reduce_scatter
+from counterpoint.ops.collectives import (
+    library_all_gather,
+    library_all_reduce,
+    library_all_to_all,
+    library_reduce_scatter,
+)
 from counterpoint.ops.graph_cache import is_capturing
 from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import require
@@ -132,6 +138,7 @@ class ReplacedCollectives:
             ("reduce_scatter_tensor", self._reduce_scatter),
             ("reduce_scatter_single", self._reduce_scatter),
             ("all_reduce", self._all_reduce),
+            ("all_to_all_single", self._all_to_all),
         ):
             for module in (dist, distributed_c10d):
                 theirs = getattr(module, name, None)
@@ -204,6 +211,35 @@ class ReplacedCollectives:
             return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
         return copies.issue(pieces, (tensor,), async_op=async_op)
 
+    def _all_to_all(  # noqa: PLR0917  as torch has them
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        group: Group | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = output_split_sizes, input_split_sizes
+        copies = self._copies_for(
+            "all_to_all",
+            group,
+            (output, input),
+            lambda: input.nbytes // _size_of(group),
+            further=lambda: _why_not_exchanged(output, input, sizes, _size_of(group)),
+        )
+        if copies is None:
+            return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
+        outputs, blocks = output.view(copies.num_ranks, -1), input.view(copies.num_ranks, -1)
+        pieces: list[Piece] = []
+        length = self._part_elements(input, blocks.shape[1], copies.num_ranks)
+        for start in range(0, blocks.shape[1], length):
+            part = slice(start, start + length)
+            pieces.append(functools.partial(all_to_all, outputs=outputs[:, part], given=blocks[:, part]))
+        if not copies.have_memory(length * input.itemsize, len(pieces)):
+            return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
+        return copies.issue(pieces, (output, input), async_op=async_op)
+
     def _copies_for(
         self,
         kind: CollectiveKind,
@@ -211,11 +247,15 @@ class ReplacedCollectives:
         tensors: Sequence[torch.Tensor],
         bytes_of_part: Callable[[], int],
         op: Any = None,
+        *,
+        further: Callable[[], str] = str,
     ) -> PiecewiseCopies | None:
-        """Return the copies for this collective, or None if the library does it; that is counted with the reason."""
+        """Return the copies for this collective, or None if the library does it; that is counted with the reason. `further`
+        returns one of a kind's own, for tensors that are no obstacle.
+        """
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
-        obstacle = self._obstacle(found, tensors, op)
+        obstacle = self._obstacle(found, tensors, op) or further()
         part_bytes = 0 if obstacle else bytes_of_part()
         is_large = not obstacle and part_bytes >= self._least_part_bytes
         self._num_large[kind] += is_large
@@ -276,6 +316,16 @@ class ReplacedCollectives:
         return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
 
 
+def _why_not_exchanged(output: torch.Tensor, input: torch.Tensor, sizes: tuple[Any, Any], num_ranks: int) -> str:
+    """Return why the library does an all-to-all, or nothing. Only calls without sizes are known to be even on all ranks: a
+    rank does not see the sizes between two others.
+    """
+    if any(sizes):
+        return "its call gives the sizes of parts, which may differ between other ranks"
+    is_even = output.numel() == input.numel() and output.dim() and input.dim() and not input.shape[0] % num_ranks
+    return "" if is_even else "its parts differ in size"
+
+
 def replace(
     groups: Collection[Group] | None = None,
     *,
@@ -285,8 +335,8 @@ def replace(
     across_hosts: AcrossHosts = "auto",
     is_on: bool = True,
 ) -> ReplacedCollectives:
-    """Let copy engines do the large all-gathers, reduce-scatters and all-reduces that the job calls; call it on every
-    rank.
+    """Let copy engines do the large all-gathers, reduce-scatters, all-reduces and all-to-alls (`all_to_all_single` without
+    sizes of parts) that the job calls; call it on every rank.
 
     `groups`: only in these groups; None means all of the process. `in_flight`: concurrent collectives of a group, each
     with its own buffers. `least_part_bytes`: collectives with less from each rank stay with the library.

@@ -8,7 +8,7 @@ them.
 
 import gc
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar, final
 from weakref import WeakSet
@@ -41,7 +41,7 @@ from counterpoint.integrations.paths import (
 )
 from counterpoint.integrations.prepared_overlaps import PreparedOverlaps
 from counterpoint.ops import pool_report
-from counterpoint.step import CollectiveKind
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.units import format_count
 
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
@@ -50,6 +50,7 @@ Key = tuple[str, str]  # a control's tag, and its target
 # calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes
 Counts = tuple[int, ...]
 NONE: Counts = (0, 0, 0, 0, 0, 0)
+FRAMEWORKS_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")  # called by DDP and FSDP2
 
 
 @final
@@ -85,19 +86,22 @@ class TorchJobPaths(AbstractJobPaths):
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
-        if not offers:
-            offers = self._offer_collectives()
-        elif self._replaced is not None:
-            self._replaced.undo()  # the frameworks' own calls have their own integrations
+        of_job = self._offer_collectives(FRAMEWORKS_KINDS if offers else ())
+        if not of_job and offers and self._replaced is not None:
+            self._replaced.undo()
             self._replaced = None
+        offers += of_job
         obstacle = obstacle or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
 
-    def _offer_collectives(self) -> list[PathOffer]:
-        """Offer the collectives that the job itself calls; in other jobs these are the frameworks' own calls."""
-        kinds = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
+    def _offer_collectives(self, frameworks: Collection[CollectiveKind]) -> list[PathOffer]:
+        """Offer the collectives that the job itself calls; calls of the `frameworks`' kinds are theirs, and have their own
+        integrations.
+        """
+        known = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
+        kinds = tuple(kind for kind in known if kind not in frameworks)
         if not kinds or not dist.is_initialized():
             return []
         return [PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)]
@@ -162,7 +166,7 @@ class TorchJobPaths(AbstractJobPaths):
         One without parameters may be this rank's part of an optimizer that others have, too.
         """
         assert isinstance(optimizer, torch.optim.Optimizer)
-        if self._own_kinds and self._replaced is not None:
+        if self._replaced is not None and any(kind in REDUCING_COLLECTIVES for kind in self._own_kinds):
             earlier, self._num_large_sums = self._num_large_sums, self._replaced.num_large_sums
             return self._num_large_sums > earlier
         if not is_due:

@@ -290,6 +290,24 @@ def all_gather(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, gi
     return _repeat(lane, levels, ("all_gather", outputs, given), issue)
 
 
+def all_to_all(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, given: torch.Tensor) -> int:
+    """Fill row p of `outputs` with this rank's row of the `given` of rank p, on one host.
+
+    Returns the bytes that copies sent from this rank. Raises `RefusedTogetherError` before anything has changed.
+    """
+
+    def issue() -> int:
+        num_bytes = int(given[lane.rank].nbytes)
+        levels.reserve(lane, num_bytes)
+        arrived = lane.exchange([[block] for block in given])
+        for peer, output in enumerate(outputs):
+            output.copy_(given[peer] if peer == lane.rank else arrived.rows[peer])
+        lane.release()
+        return (lane.num_ranks - 1) * num_bytes
+
+    return _repeat(lane, levels, ("all_to_all", outputs, given), issue)
+
+
 def gather_into_buffer(lane: AbstractLane, levels: HostLevels, output: torch.Tensor) -> None:
     """Fill in all parts of `output` (flat), which the lane's `gathered` returned, but the group's own."""
 

@@ -75,6 +75,8 @@ class Lanes:
         places = self._split()
         if self._obstacle or isinstance(places, str) or not places:
             return self.obstacle
+        if kind == "all_to_all":
+            return "its group spans hosts, and no all-to-all is split between them"
         if self._across_hosts == "always":
             return ""
         return obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))

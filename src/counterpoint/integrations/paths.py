@@ -14,12 +14,13 @@ from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
 Integration = Literal["tensor_parallel", "expert_parallel", "fsdp2", "ddp", "collectives"]
-COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")
+COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # the targets of overlap_matmul, in words
 WORDS: dict[CollectiveKind, str] = {
     "all_gather": "all-gathers",
     "reduce_scatter": "reduce-scatters",
     "all_reduce": "all-reduces",
+    "all_to_all": "all-to-alls",
 }
 
 

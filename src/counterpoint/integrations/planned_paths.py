@@ -144,12 +144,18 @@ def _obstacle_in(
             number = format_count(len(large), kind, WORDS.get(kind, f"{kind.replace('_', '-')}s"))
             which = "have a matmul" if is_operator else "are large enough"
             return f"the plan matches {len(large) - num_left} of {number} that {which}, but {BY_KIND}"
+    of_kinds = [each for each in accepted.values() if each.collective in kinds]
+    if isinstance(control, Transport) and of_kinds and all(each.parts for each in of_kinds):
+        return "each call gives the sizes of its parts, and copies take all-to-alls without sizes"
     return _obstacle_to_copies(control, kinds)
 
 
 def _may_be_moved(collective: Collective) -> bool:
-    """Return whether copies would take a collective of this size; one of unknown size might be taken."""
-    return not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
+    """Return whether copies would take a collective of this size; one of unknown size might be taken. All-to-alls whose
+    call gives the sizes of parts are not.
+    """
+    is_large = not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
+    return is_large and collective.parts is None
 
 
 def _obstacle_to_copies(control: Control, kinds: set[CollectiveKind]) -> str:

@@ -22,6 +22,7 @@ from counterpoint.schedule.actions import Operation, split
 library_all_reduce = dist.all_reduce
 library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+library_all_to_all = dist.all_to_all_single
 # phrases of gloo's messages when a rank is missing; "Socket closed" if it was noticed before the call
 LOST = ("timed out", "timeout", "connection", "closed by peer", "socket closed", "broken pipe")
 
@@ -108,7 +109,7 @@ class Collectives(AbstractCompiledSchedule):
         own = [lengths[self._rank]] * len(lengths)
         sent, received = (own, lengths) if is_return else (lengths, own)
         result = tokens.new_empty(sum(received), tokens.shape[1])
-        self._together(dist.all_to_all_single, result, tokens.contiguous(), received, sent)
+        self._together(library_all_to_all, result, tokens.contiguous(), received, sent)
         return result
 
     def _together(self, collective: Callable[..., object], first: torch.Tensor, *others: object) -> None:

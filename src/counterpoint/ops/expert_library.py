@@ -8,13 +8,10 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-import torch.distributed as dist
 
-from counterpoint.ops.collectives import Ranks, library_all_gather
+from counterpoint.ops.collectives import Ranks, library_all_gather, library_all_to_all
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, AbstractExpertExchange, ExpertRegion, Rows
 from counterpoint.schedule.expert_layout import Counts
-
-library_all_to_all = dist.all_to_all_single  # the library's own functions, also if a job's functions were replaced
 
 
 @final

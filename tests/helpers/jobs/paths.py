@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2) or bare. VARIANT is
+KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or exchanged (a DDP
+model that calls all-to-alls itself). VARIANT is
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single as exchange
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,6 +59,18 @@ class Row(nn.Module):
         gradient += gathered / 8
 
 
+class Exchanging(nn.Module):
+    """Parameters, and all-to-alls that the model itself calls, forward and backward."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, num_ranks * PART))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        products = self.weight * batch
+        return exchange(torch.empty_like(products), products) + batch
+
+
 def by_hand(kind: str, model: Any) -> Any:
     """What docs/integrations.md says to write."""
     from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel  # noqa: PLC0415
@@ -66,8 +80,10 @@ def by_hand(kind: str, model: Any) -> Any:
         return ddp.register(model)
     if kind == "fsdp2":
         return fsdp2.use_copy_engines(model)
-    if kind == "bare":
-        return collectives.replace()
+    if kind in ("bare", "exchanged"):
+        replaced = collectives.replace()
+        replaced.use(True, ["all_to_all"] if kind == "exchanged" else ["all_gather", "all_reduce"])
+        return replaced
     if kind == "experts":
         return expert_parallel.overlap(model, schedule=ScheduleDescription(pattern="all_peers", along="experts", chunks=2))
     assert kind in ("tp", "2d")
@@ -78,6 +94,8 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
     torch.manual_seed(0)
     if kind == "bare":
         return Row(num_ranks)
+    if kind == "exchanged":
+        return DistributedDataParallel(Exchanging(num_ranks))
     if kind == "experts":
         mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "ep"))
         spread = spread_experts.spread(spread_experts.Mixtures(2, 4), mesh["ep"])
@@ -132,7 +150,11 @@ def train(kind: str, variant: str) -> None:
     model = model_of(kind, num_ranks, is_sharded=variant != "penalized")  # FSDP2 frees what a second derivative needs
     model = of_half(model) if variant == "halves" else model
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
-    batch = torch.full((num_ranks * PART,), 1.0 + rank) if kind == "bare" else torch.randn(1, TOKENS, WIDTHS[num_ranks])
+    batch = (
+        torch.full((num_ranks * PART,), 1.0 + rank)
+        if kind in ("bare", "exchanged")
+        else torch.randn(1, TOKENS, WIDTHS[num_ranks])
+    )
     batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
     if variant == "hook":
         model.register_comm_hook(None, allreduce_hook)
@@ -169,7 +191,7 @@ def train(kind: str, variant: str) -> None:
     joined.close()
     holders.clear()
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
-    if kind == "bare" and in_use is not None:
+    if kind in ("bare", "exchanged") and in_use is not None:
         in_use.undo()
     own = [each.to_local() if isinstance(each, DTensor) else each for each in (each.detach() for each in model.parameters())]
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(num_ranks)]

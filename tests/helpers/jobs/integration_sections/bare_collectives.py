@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from counterpoint import ops
 from counterpoint.integrations import collectives, ddp
 from counterpoint.integrations.paths import WORDS
-from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
+from counterpoint.ops.collectives import library_all_gather, library_all_to_all, library_reduce_scatter
 from integration_sections.comparing import (
     DEVICE,
     ROUNDING,
@@ -26,11 +26,12 @@ from integration_sections.layered import deep_model, given_to, gradients
 SIZES = (1, 127, 128, 1000, 4097, 30_001)
 GATHER = "all_gather_single" if "all_gather_single" in dir(dist) else "all_gather_into_tensor"
 REDUCE = GATHER.replace("all_gather", "reduce_scatter").replace("into_", "")
+NAMES = (GATHER, REDUCE, "all_reduce", "all_to_all_single")
 
 
 def bare_collectives_give_the_librarys_results() -> None:
     """Any size and type, in parts, at once and asynchronously, the same bits twice; undone, the library's again."""
-    known = [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
+    known = [getattr(module, name) for module in (dist, distributed_c10d) for name in NAMES]
     replaced = collectives.replace(least_part_bytes=0, max_buffer_bytes=32768)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     for is_async in (False, True):
@@ -39,43 +40,53 @@ def bare_collectives_give_the_librarys_results() -> None:
             first, again = (_everything(cases, is_async=is_async) for _ in range(2))
             assert_equal(first, again)
             for number, case in enumerate(cases):
-                gathered, summed, mean, scattered = first[4 * number : 4 * number + 4]
+                gathered, summed, mean, scattered, exchanged = first[5 * number : 5 * number + 5]
                 assert torch.equal(gathered, torch.cat(case))
                 total = torch.stack(case).double().sum(0)
                 assert_close([summed, mean], [total, total / num_ranks], 3 * limit)
                 whole = total.repeat(num_ranks).chunk(num_ranks)[rank]
                 assert_close([scattered], [whole], 3 * limit)
-    assert replaced.num_by_copies == 2 * len(ROUNDING) * 2 * 4 * len(SIZES)
+                assert torch.equal(exchanged, torch.stack([_blocks_of(each)[rank] for each in case]))
+    assert replaced.num_by_copies == 2 * len(ROUNDING) * 2 * 5 * len(SIZES)
     assert replaced.num_by_library == 0
     assert replaced.num_bytes > 0
     for kind, tally in replaced.tallies.items():
         assert f"one of the job's own {WORDS[kind]}: {tally.num_by_copies} times by copies" in str(replaced)
     refused(collectives.replace, "collectives.replace\\(\\) has already replaced torch's functions")
     replaced.undo()
-    assert known == [getattr(module, name) for module in (dist, distributed_c10d) for name in (GATHER, REDUCE, "all_reduce")]
+    assert known == [getattr(module, name) for module in (dist, distributed_c10d) for name in NAMES]
     refused(lambda: replaced.use(True), "restored the library's functions")
 
 
 def _everything(cases: list[list[torch.Tensor]], *, is_async: bool) -> list[torch.Tensor]:
-    """Of each case the gathered, the sum, the mean and the scattered sum; all begun before the first is waited for."""
+    """Of each case the gathered, the sum, the mean, the scattered sum and the exchanged blocks; all begun before the first
+    is waited for.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     results, handles = [], []
     for case in cases:
         given = case[rank]
         gathered, scattered = given.new_empty(num_ranks * len(given)), torch.empty_like(given)
         summed, mean = given.clone(), given.clone()
+        exchanged = torch.empty_like(_blocks_of(given))
         handles += [
             getattr(dist, GATHER)(gathered, given, async_op=is_async),
             distributed_c10d.all_reduce(summed, async_op=is_async),
             dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=dist.group.WORLD, async_op=is_async),
             getattr(distributed_c10d, REDUCE)(scattered, given.repeat(num_ranks), async_op=is_async),
+            dist.all_to_all_single(exchanged, _blocks_of(given), async_op=is_async),
         ]
-        results += [gathered, summed, mean, scattered]
+        results += [gathered, summed, mean, scattered, exchanged]
     for handle in handles:
         assert (handle is not None) == is_async
         if is_async:
             handle.wait()
     return results
+
+
+def _blocks_of(given: torch.Tensor) -> torch.Tensor:
+    """A row for every rank, each other than the rest."""
+    return torch.stack([given.roll(peer) for peer in range(dist.get_world_size())])
 
 
 def bare_collectives_repeated() -> None:
@@ -84,6 +95,7 @@ def bare_collectives_repeated() -> None:
     replaced = collectives.replace(least_part_bytes=0, in_flight=2)
     given = {dtype: torch.empty(4097, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16)}
     gathered = {dtype: part.new_empty(num_ranks, len(part)) for dtype, part in given.items()}
+    exchanged = {dtype: torch.empty_like(whole) for dtype, whole in gathered.items()}
     for turn in range(14):
         for dtype, part in given.items():
             case = everyones(len(part), dtype, turn)
@@ -98,6 +110,9 @@ def bare_collectives_repeated() -> None:
             gathered[dtype].copy_(case[rank].expand_as(gathered[dtype]))
             getattr(dist, REDUCE)(part, gathered[dtype])
             assert_close([part], [total], 3 * ROUNDING[dtype])
+            exchanged[dtype].copy_(_blocks_of(case[rank]))
+            dist.all_to_all_single(gathered[dtype], exchanged[dtype])
+            assert torch.equal(gathered[dtype], torch.stack([_blocks_of(each)[rank] for each in case]))
         if turn == 7:
             num_before = _num_recordings()
             assert (num_before > 0) == (DEVICE.type == "cuda")
@@ -203,7 +218,8 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     dist.all_reduce(scattered)
     assert replaced.num_by_copies == 2
     refused(lambda: replaced.use(True, "all_reduce"), "kinds takes a list of kinds, .* found 'all_reduce'")
-    refused(lambda: replaced.use(True, ["all_to_all"]), "found .'all_to_all'.")
+    refused(lambda: replaced.use(True, ["broadcast"]), "found .'broadcast'.")
+    _all_to_alls_left_alone(replaced, rank, num_ranks)
     replaced.undo()
     refused(lambda: collectives.replace([None]), "groups must be process groups")
     refused(lambda: collectives.replace(dist.group.WORLD), "list of process groups; found one of type ProcessGroup")
@@ -212,6 +228,25 @@ def _left_alone(rank: int, num_ranks: int) -> None:
     refused(lambda: collectives.replace(in_flight=True), "in_flight must be from 1 to .* found True")
     refused(lambda: collectives.replace(least_part_bytes=False), "least_part_bytes must be a whole number, .* found False")
     refused(lambda: collectives.replace(is_on="yes"), "is_on must be True or False; found 'yes'")
+
+
+def _all_to_alls_left_alone(replaced: collectives.ReplacedCollectives, rank: int, num_ranks: int) -> None:
+    """Those whose call gives sizes, even ones too, and those of parts that differ in size."""
+    before, given = replaced.num_by_copies, torch.arange(4096 * num_ranks, device=DEVICE) + rank
+    whole = [4096] * num_ranks
+    wanted, found = torch.empty_like(given), torch.empty_like(given)
+    library_all_to_all(wanted, given)
+    dist.all_to_all_single(found, given, whole, whole)
+    assert torch.equal(found, wanted)
+    sent = [1024 * (rank + peer + 1) for peer in range(num_ranks)]  # as much in both directions of a pair
+    several = torch.full((sum(sent),), rank, device=DEVICE)
+    returned = torch.empty_like(several)
+    dist.all_to_all_single(returned, several, output_split_sizes=sent, input_split_sizes=sent)
+    assert torch.equal(returned, torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(sent)).to(DEVICE))
+    assert replaced.num_by_copies == before
+    dist.all_to_all_single(found.zero_(), given)
+    assert torch.equal(found, wanted)
+    assert replaced.num_by_copies == before + 1
 
 
 def bare_collectives_leave_ddp_alone() -> None:

@@ -261,7 +261,8 @@ def tensor_parallel_whole_and_distributed() -> None:
     bare, ours, overlapped = pair_of(by_torch)
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     whole = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
-    for placement in (Replicate(), Shard(1)):
+    placements = (Replicate(), Shard(1))
+    for placement in placements[: 1 + (torch.__version__ >= (2, 12))]:  # torch 2.11's DTensor refuses the bare model's, too
         given = distribute_tensor(whole, mesh, [placement])
         found = []
         for mlp in (ours, bare):
