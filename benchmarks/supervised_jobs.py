@@ -38,7 +38,7 @@ from typing import Any
 from counterpoint.plan import load_plan
 
 JOB_FOLDER = Path(__file__).parent / "jobs"
-OURS = ("starved", "ddp", "fsdp2", "tp", "unsynchronized", "changing")
+OURS = ("starved", "ddp", "fsdp2", "tp", "sequence", "unsynchronized", "changing")
 # what `benchmarks.torchtitan_job` is asked for
 TORCHTITAN = {
     "torchtitan_tp": ("llama_tp",),

@@ -1,10 +1,14 @@
-"""Stock DDP, FSDP2 and tensor-parallel training of a transformer, to see that `counterpoint run` never makes them slower.
+"""Stock DDP, FSDP2, tensor-parallel and sequence-parallel training of a transformer, to see what `counterpoint run` does to
+them.
 
     torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py ddp
     counterpoint run --tune -- torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py fsdp2 --steps 300
 
 The sizes are those of the traces in `examples/traces` (6 layers, 1.2 B parameters, 4,096 tokens per rank, bf16). It does not
 know Counterpoint. `--device cpu --width 64 --tokens 32` runs anywhere.
+
+`sequence` splits each sequence over the ranks, under DDP: all-to-alls give a rank all tokens of some heads before attention,
+and its own tokens of all heads after it, as in DeepSpeed-Ulysses. Those of q and k run beside the next projection.
 """
 
 import argparse
@@ -36,6 +40,45 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
 
+class Exchange(torch.autograd.Function):
+    """Block p of a (ranks, ...) tensor goes to rank p; `wait` of what it puts into `handles` before its result is used."""
+
+    @staticmethod
+    def forward(ctx: object, blocks: torch.Tensor, handles: list[object]) -> torch.Tensor:
+        """Begin it."""
+        arrived = torch.empty_like(blocks)
+        handles.append(dist.all_to_all_single(arrived, blocks, async_op=True))
+        return arrived
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Send the gradients back."""
+        returned = torch.empty_like(gradient)
+        dist.all_to_all_single(returned, gradient.contiguous())
+        return returned, None
+
+
+class SequenceAttention(Attention):
+    """Causal self-attention over a sequence that is split over the ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        ranks = dist.get_world_size()
+        handles: list[object] = []
+        split = []
+        for project in (self.q, self.k, self.v):
+            by_rank = project(x).view(batch * tokens, ranks, width // ranks).transpose(0, 1).contiguous()
+            split.append(Exchange.apply(by_rank, handles))
+        for handle in handles:
+            handle.wait()
+        heads = [each.view(batch, ranks * tokens, -1, self.head).transpose(1, 2) for each in split]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+        last: list[object] = []
+        by_heads = Exchange.apply(mixed.reshape(ranks, batch * tokens, width // ranks), last)
+        last[0].wait()
+        return self.o(by_heads.transpose(0, 1).reshape(batch, tokens, width))
+
+
 class FeedForward(nn.Module):
     """Two layers, four times as wide between them."""
 
@@ -62,7 +105,10 @@ class Block(nn.Module):
 
 def parallelize(job: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """As each kind of parallelism is set up in PyTorch's own tutorials."""
-    if job == "ddp":
+    if job == "sequence":
+        for block in model:
+            block.attention.__class__ = SequenceAttention
+    if job in ("ddp", "sequence"):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
     if job == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
@@ -102,7 +148,7 @@ def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> 
 def main() -> None:
     """Train on one batch, and print the loss after 50 steps and the time of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=("ddp", "fsdp2", "tp"))
+    parser.add_argument("job", choices=("ddp", "fsdp2", "tp", "sequence"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, default=6)
