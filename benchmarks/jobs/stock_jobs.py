@@ -53,8 +53,9 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Send the gradients back."""
-        returned = torch.empty_like(gradient)
-        dist.all_to_all_single(returned, gradient.contiguous())
+        sent = gradient.contiguous()
+        returned = torch.empty_like(sent)
+        dist.all_to_all_single(returned, sent)
         return returned, None
 
 
