@@ -278,13 +278,15 @@ def all_gather(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, gi
     def issue() -> int:
         num_bytes = levels.num_hosts * int(given.nbytes)
         levels.reserve(lane, num_bytes)
-        shared = lane.shared(levels.num_hosts * given.numel(), given.dtype)
-        levels.gather(shared, given)
-        targets = [levels.of_place(peer, outputs) for peer in range(lane.num_ranks)]
-        own = targets[lane.rank]
-        if levels.num_hosts > 1 or own.data_ptr() != given.data_ptr():
+        if levels.num_hosts == 1:
+            _exchange(lane, [given] * lane.num_ranks, outputs)
+        else:
+            shared = lane.shared(levels.num_hosts * given.numel(), given.dtype)
+            levels.gather(shared, given)
+            targets = [levels.of_place(peer, outputs) for peer in range(lane.num_ranks)]
+            own = targets[lane.rank]
             own.copy_(shared.view(own.shape))
-        lane.fetch([[target] for target in targets])
+            lane.fetch([[target] for target in targets])
         return (lane.num_ranks - 1) * num_bytes
 
     return _repeat(lane, levels, ("all_gather", outputs, given), issue)
@@ -299,13 +301,24 @@ def all_to_all(lane: AbstractLane, levels: HostLevels, outputs: torch.Tensor, gi
     def issue() -> int:
         num_bytes = int(given[lane.rank].nbytes)
         levels.reserve(lane, num_bytes)
-        arrived = lane.exchange([[block] for block in given])
-        for peer, output in enumerate(outputs):
-            output.copy_(given[peer] if peer == lane.rank else arrived.rows[peer])
-        lane.release()
+        _exchange(lane, list(given), outputs)
         return (lane.num_ranks - 1) * num_bytes
 
     return _repeat(lane, levels, ("all_to_all", outputs, given), issue)
+
+
+def _exchange(lane: AbstractLane, blocks: Sequence[torch.Tensor], outputs: torch.Tensor) -> None:
+    """Send block p to rank p, and place what the ranks sent in the rows of `outputs`.
+
+    Nothing is copied before it is sent: such a copy needs SMs, and behind a matmul that holds all of them the transfer would
+    begin when the matmul ends.
+    """
+    arrived = lane.exchange([[block] for block in blocks])
+    for peer, output in enumerate(outputs):
+        source = blocks[peer] if peer == lane.rank else arrived.rows[peer]
+        if output.data_ptr() != source.data_ptr():
+            output.copy_(source)
+    lane.release()
 
 
 def gather_into_buffer(lane: AbstractLane, levels: HostLevels, output: torch.Tensor) -> None:

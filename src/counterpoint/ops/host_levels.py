@@ -56,11 +56,8 @@ class HostLevels:
         return parts[ranks.start : ranks.stop : ranks.step]
 
     def gather(self, gathered: torch.Tensor, given: torch.Tensor) -> None:
-        """Fill `gathered` (flat) with what the ranks of this place give, in order; on one host that is `given`."""
-        if self._across is None:
-            gathered.copy_(given)
-        else:
-            self._by_library(library_all_gather, gathered.view(torch.uint8), given.view(torch.uint8), group=self._across)
+        """Fill `gathered` (flat) with what the ranks of this place give, in order; for several hosts only."""
+        self._by_library(library_all_gather, gathered.view(torch.uint8), given.view(torch.uint8), group=self._across)
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Sum what the ranks of this place give, and fill `output` with this rank's block of it; for several hosts only."""
