@@ -33,6 +33,12 @@ ALL_GROUPS = "in the environment of the job, for all its groups"
 COPYING_INTEGRATIONS: tuple[tuple[str, str, str, tuple[CollectiveKind, ...]], ...] = (
     ("fsdp2", "fsdp2.use_copy_engines(model)", "in the code of an FSDP2 job", ("all_gather", "reduce_scatter")),
     ("ddp", "ddp.register(model)", "in the code of a DDP job", ("all_reduce",)),
+    (
+        "collectives",
+        "collectives.replace()",
+        "in the code of a job that calls such collectives itself",
+        ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
+    ),
 )
 OPERATORS_TAKE_SCHEDULES = "operators accept only copy schedules; pass the others to counterpoint.apply or counterpoint run"
 OWN_STREAM_IN_THE_JOB = (
