@@ -64,6 +64,7 @@ class TorchJobPaths(AbstractJobPaths):
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
+        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # at the survey
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
@@ -91,7 +92,8 @@ class TorchJobPaths(AbstractJobPaths):
             self._replaced.undo()
             self._replaced = None
         offers += of_job
-        obstacle = obstacle or _of_some_ranks(modules)
+        self._replicated.update(_data_parallel(modules))
+        obstacle = obstacle or self.why_apart() or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
@@ -148,7 +150,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def why_apart(self) -> str:
         """See `AbstractJobPaths.why_apart`."""
-        return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
+        return ddp.IN_JOIN if any(model._join_config.enable for model in self._replicated) else ""
 
     def may_begin(self, optimizer: object) -> bool:
         """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""
@@ -371,8 +373,7 @@ def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:
         what = f"gradient buckets of {format_count(len(replicated), 'DDP model')}"
-        refusal = ddp.IN_JOIN if any(model._join_config.enable for model in replicated) else ""
-        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",), refusal=refusal))
+        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",)))
     if sharded:
         what = format_count(len(sharded), "FSDP2 model")
         offers.append(PathOffer(integration="fsdp2", what=what, kinds=("all_gather", "reduce_scatter")))
