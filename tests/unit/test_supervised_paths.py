@@ -228,6 +228,12 @@ def test_ranks_switch_the_kinds_that_all_of_them_call(order: int) -> None:
     assert f"rank {kinds.index(('all_gather',))} has called no all-reduces that are large enough" in why_not(job)
 
 
+def test_calls_that_one_rank_does_not_make_are_no_model_that_it_lacks() -> None:
+    exchanges = replace(CALLS, kinds=("all_to_all",))
+    (agreed,) = agree_on_paths([PathSurvey(offers=offers) for offers in ((exchanges,), (), ())])
+    assert agreed == replace(exchanges, refusal="rank 1 has called no all-to-alls that are large enough")
+
+
 def test_models_that_differ_are_refused_with_both_ranks() -> None:
     offers = (FSDP2, FSDP2, replace(FSDP2, what="2 FSDP2 models"))
     assert [offer.refusal for offer in agree_on_paths([PathSurvey(offers=(each,)) for each in offers])] == [
