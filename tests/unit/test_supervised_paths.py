@@ -265,6 +265,12 @@ def test_what_a_process_refuses_as_a_whole_names_the_kinds_that_a_plan_asks_for(
     assert "integrations need 99.0 or later" in path_problems(GATHERED, offers)["all-gathers"]
 
 
+def test_a_job_without_all_to_alls_for_copies_is_told_which_they_take() -> None:
+    problems = path_problems(Paths(copies=("all_to_all", "all_gather")), [FSDP2])
+    line = "the job's first step has none that copies take: large ones, whose call gives no sizes of parts"
+    assert problems == {"all-to-alls": line}
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_what_one_rank_has_not_is_tried_on_none(missing: int) -> None:
     job = PathsJob(UNGUARDED, lambda rank: () if rank == missing else (FSDP2,))
