@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint import Simulator, load_machine, measure
-from counterpoint.controls import OverlapMatmul, OwnStream, Transport
+from counterpoint.controls import COPIES_TAKE_NO_SIZES, OverlapMatmul, OwnStream, Transport
 from counterpoint.errors import PlanError
 from counterpoint.job import load_job
 from counterpoint.metrics import ideal_in_pieces_us, ideal_us
@@ -17,7 +17,7 @@ from counterpoint.planner.ideal import scale_of
 from counterpoint.planner.idle_controls import review_plan
 from counterpoint.planner.movements import propose_overlaps, propose_own_streams, propose_transports
 from counterpoint.sim.matmul_pairs import MatmulPairs
-from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
 from counterpoint.timeline import Interval
 from counterpoint.traces import read_trace
 
@@ -292,6 +292,15 @@ def test_no_ideal_of_a_shipped_trace_is_above_its_makespan(name: str) -> None:
     traced_us = measure(traced.timeline).makespan_us
     scale = scale_of(traced.step, H200, traced_us=traced_us)
     assert scale.in_pieces_us <= scale.ideal_us <= traced_us
+
+
+def test_all_to_alls_whose_call_gives_sizes_are_not_offered_to_copies_and_the_others_are() -> None:
+    """No integration moves them, so a plan of them could not be applied to any job."""
+    parts = UnevenParts(group_rank=0, sent_bytes=(1 << 20, 63 << 20), received_bytes=(1 << 20, 20 << 20))
+    sized, even = collective("all_to_all", 0, parts=parts), collective("all_to_all", 0)
+    found = propose_transports(step_of(matmul(), sized, even, matmul(1, 2)), H200)
+    assert [each.match.operations for candidate in found.candidates for each in candidate.directives] == [(2,)]
+    assert [each.reason for each in found.refusals] == [COPIES_TAKE_NO_SIZES]
 
 
 @pytest.mark.parametrize(("lone_us", "is_refused"), [(None, False), (600.0, False), (5_000.0, True)])

@@ -188,6 +188,21 @@ def test_what_cannot_be_taken_is_said_once_and_the_job_goes_on(
     assert ended.stderr.count("launched no GPU kernel") <= 1, ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("variant", "line"),
+    [
+        ("joins", "all-to-alls stay unchanged: the model runs in join()"),
+        ("hooked", "stopped after 3 steps: the model runs in join()"),
+    ],
+)
+def test_ranks_wait_for_none_in_a_joined_job_with_all_to_alls_of_its_own(
+    variant: str, line: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned("exchanged", tmp_path, *job(2, f"exchanged:{variant}"))
+    assert results(ended.stdout)[f"exchanged:{variant}"][0] == references(2)["exchanged:"][0], "bit for bit"
+    assert f"counterpoint: {line}, where ranks may take different numbers of steps" in ended.stderr, ended.stderr
+
+
 @pytest.mark.parametrize(("kind", "what"), [("tp", "tensor-parallel linears"), ("experts", "routed experts")])
 def test_a_job_that_differentiates_gradients_again_keeps_its_path(kind: str, what: str, tmp_path: Path) -> None:
     command = job(2, f"{kind}:penalized")

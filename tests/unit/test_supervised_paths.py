@@ -228,6 +228,12 @@ def test_ranks_switch_the_kinds_that_all_of_them_call(order: int) -> None:
     assert f"rank {kinds.index(('all_gather',))} has called no all-reduces that are large enough" in why_not(job)
 
 
+def test_calls_that_one_rank_does_not_make_are_no_model_that_it_lacks() -> None:
+    exchanges = replace(CALLS, kinds=("all_to_all",))
+    (agreed,) = agree_on_paths([PathSurvey(offers=offers) for offers in ((exchanges,), (), ())])
+    assert agreed == replace(exchanges, refusal="rank 1 has called no all-to-alls that are large enough")
+
+
 def test_models_that_differ_are_refused_with_both_ranks() -> None:
     offers = (FSDP2, FSDP2, replace(FSDP2, what="2 FSDP2 models"))
     assert [offer.refusal for offer in agree_on_paths([PathSurvey(offers=(each,)) for each in offers])] == [
@@ -257,6 +263,23 @@ def test_what_a_process_refuses_as_a_whole_names_the_kinds_that_a_plan_asks_for(
     monkeypatch.setattr(job_paths, "_offers_of", lambda modules: [FSDP2])
     offers = job_paths.TorchJobPaths().survey()
     assert "integrations need 99.0 or later" in path_problems(GATHERED, offers)["all-gathers"]
+
+
+def test_calls_that_nobody_saw_are_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an optimizer, or with one from before the process group, calls of the first step are not counted."""
+    monkeypatch.setattr(job_paths.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(job_paths.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(job_paths, "_offers_of", lambda modules: [FSDP2])
+    functions = job_paths.dist.all_to_all_single
+    offers = job_paths.TorchJobPaths().survey()
+    assert path_problems(Paths(copies=("all_to_all",)), offers) == {"all-to-alls": job_paths.UNSEEN}
+    assert job_paths.dist.all_to_all_single is functions
+
+
+def test_a_job_without_all_to_alls_for_copies_is_told_which_they_take() -> None:
+    problems = path_problems(Paths(copies=("all_to_all", "all_gather")), [FSDP2])
+    line = "the job's first step has none that copies take: large ones, whose call gives no sizes of parts"
+    assert problems == {"all-to-alls": line}
 
 
 @pytest.mark.parametrize("missing", [0, 1])

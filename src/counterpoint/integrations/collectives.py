@@ -287,7 +287,7 @@ class ReplacedCollectives:
             return "its group is none of those given to replace()"
         if distributed_c10d._world.pg_coalesce_state:
             return "it is coalesced with other collectives"
-        if not all(type(each) in PLAIN and each.is_contiguous() and not each.is_inference() for each in tensors):
+        if not all(map(_is_plain, tensors)):
             return "its tensors are not plain and contiguous"
         if not all(each.numel() for each in tensors):
             return "its tensors are empty"
@@ -316,13 +316,22 @@ class ReplacedCollectives:
         return max(1, min(most // BLOCK_ELEMENTS, -(-num_elements // BLOCK_ELEMENTS))) * BLOCK_ELEMENTS
 
 
+def _is_plain(tensor: Any) -> bool:
+    """Return whether copies of the tensor's memory are its values: those of one with a conjugate or negative bit are not."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.is_contiguous()
+        and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    )
+
+
 def _why_not_exchanged(output: torch.Tensor, input: torch.Tensor, sizes: tuple[Any, Any], num_ranks: int) -> str:
     """Return why the library does an all-to-all, or nothing. Only calls without sizes are known to be even on all ranks: a
     rank does not see the sizes between two others.
     """
-    if any(sizes):
+    if not all(each is None or (isinstance(each, list | tuple) and not each) for each in sizes):
         return "its call gives the sizes of parts, which may differ between other ranks"
-    is_even = output.numel() == input.numel() and output.dim() and input.dim() and not input.shape[0] % num_ranks
+    is_even = output.numel() == input.numel() and not input.numel() % num_ranks
     return "" if is_even else "its parts differ in size"
 
 

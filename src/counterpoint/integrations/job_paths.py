@@ -50,6 +50,10 @@ Key = tuple[str, str]  # a control's tag, and its target
 # calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes
 Counts = tuple[int, ...]
 NONE: Counts = (0, 0, 0, 0, 0, 0)
+UNSEEN = (
+    "nobody saw what the job called in its first step, because it created no optimizer after init_process_group(); create "
+    "one there"
+)
 FRAMEWORKS_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")  # called by DDP and FSDP2
 
 
@@ -64,6 +68,7 @@ class TorchJobPaths(AbstractJobPaths):
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
+        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # at the survey
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
@@ -83,28 +88,30 @@ class TorchJobPaths(AbstractJobPaths):
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
         obstacle, modules = _obstacle(), _modules()
+        refusal = UNSEEN if self._replaced is None else ""
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
-        of_job = self._offer_collectives(FRAMEWORKS_KINDS if offers else ())
-        if not of_job and offers and self._replaced is not None:
+        of_job = self._offer_collectives(FRAMEWORKS_KINDS if offers else (), refusal)
+        if offers and all(each.refusal for each in of_job) and self._replaced is not None:
             self._replaced.undo()
             self._replaced = None
         offers += of_job
-        obstacle = obstacle or _of_some_ranks(modules)
+        self._replicated.update(_data_parallel(modules))
+        obstacle = obstacle or self.why_apart() or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
 
-    def _offer_collectives(self, frameworks: Collection[CollectiveKind]) -> list[PathOffer]:
-        """Offer the collectives that the job itself calls; calls of the `frameworks`' kinds are theirs, and have their own
-        integrations.
+    def _offer_collectives(self, frameworks: Collection[CollectiveKind], refusal: str) -> list[PathOffer]:
+        """Offer the collectives that the job itself calls, or refuse them; calls of the `frameworks`' kinds are theirs, and
+        have their own integrations.
         """
-        known = COPIED_KINDS if self._replaced is None else self._replaced.large_kinds
+        known = COPIED_KINDS if refusal or self._replaced is None else self._replaced.large_kinds
         kinds = tuple(kind for kind in known if kind not in frameworks)
         if not kinds or not dist.is_initialized():
             return []
-        return [PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds)]
+        return [PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds, refusal=refusal)]
 
     def take(self, offers: Sequence[PathOffer]) -> dict[Integration, str]:
         """See `AbstractJobPaths.take`."""
@@ -148,7 +155,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def why_apart(self) -> str:
         """See `AbstractJobPaths.why_apart`."""
-        return ddp.IN_JOIN if any(averages.is_in_join for averages in self._averages) else ""
+        return ddp.IN_JOIN if any(model._join_config.enable for model in self._replicated) else ""
 
     def may_begin(self, optimizer: object) -> bool:
         """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""
@@ -371,8 +378,7 @@ def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:
         what = f"gradient buckets of {format_count(len(replicated), 'DDP model')}"
-        refusal = ddp.IN_JOIN if any(model._join_config.enable for model in replicated) else ""
-        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",), refusal=refusal))
+        offers.append(PathOffer(integration="ddp", what=what, kinds=("all_reduce",)))
     if sharded:
         what = format_count(len(sharded), "FSDP2 model")
         offers.append(PathOffer(integration="fsdp2", what=what, kinds=("all_gather", "reduce_scatter")))

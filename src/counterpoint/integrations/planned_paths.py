@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.controls import LEAST_PART_BYTES, Control, OverlapMatmul, Transport
+from counterpoint.controls import COPIES_TAKE_NO_SIZES, LEAST_PART_BYTES, Control, OverlapMatmul, Transport
 from counterpoint.integrations.paths import COPIED_KINDS, LIBRARY, WORDS, Paths
 from counterpoint.launch_filter.rules import beyond_names, is_by_launch, translate
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
@@ -146,7 +146,7 @@ def _obstacle_in(
             return f"the plan matches {len(large) - num_left} of {number} that {which}, but {BY_KIND}"
     of_kinds = [each for each in accepted.values() if each.collective in kinds]
     if isinstance(control, Transport) and of_kinds and all(each.parts for each in of_kinds):
-        return "each call gives the sizes of its parts, and copies take all-to-alls without sizes"
+        return COPIES_TAKE_NO_SIZES
     return _obstacle_to_copies(control, kinds)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.controls import LEAST_PART_BYTES, OverlapMatmul, OwnStream, Transport
+from counterpoint.controls import COPIES_TAKE_NO_SIZES, LEAST_PART_BYTES, OverlapMatmul, OwnStream, Transport
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Match, Plan, Refusal
 from counterpoint.planner.proposal import ALL_COLLECTIVES, Candidate, Proposal, one, proposal, refusal
@@ -110,6 +110,8 @@ def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | Non
         return "it reduces to one rank; no integration does that by copies"
     if obstacle := obstacle_to_moving(collective):
         return obstacle
+    if collective.parts is not None:
+        return COPIES_TAKE_NO_SIZES
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that copy engines would take"
     if is_summed:

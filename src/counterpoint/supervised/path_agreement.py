@@ -67,8 +67,11 @@ def _agree_on(offers: Sequence[PathOffer | None]) -> list[PathOffer]:
     """Return what all ranks offer of one integration and, separately, the kinds of collectives that only some of them
     offer.
     """
+    first = next(offer for offer in offers if offer is not None)
+    if first.integration == "collectives":  # a rank that offers none has called none that are large enough
+        offers = [replace(first, kinds=(), refusal="") if offer is None else offer for offer in offers]
     given = [(rank, offer) for rank, offer in enumerate(offers) if offer is not None]
-    first_rank, first = given[0]
+    first_rank = given[0][0]
     every = tuple(kind for kind in COPIED_KINDS if any(kind in offer.kinds for _, offer in given))
     problem = ""
     for rank, offer in enumerate(offers):

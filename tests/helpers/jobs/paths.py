@@ -7,9 +7,10 @@ model that calls all-to-alls itself). VARIANT is
 nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
-around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `probed` (rank 0 alone trains another
-model between two steps), `features` (on what all ranks compute then), `alone` (under DDP of this rank), `adapted` (each rank
-trains another model before each step, rank 1 for more steps), `halves` (each half of the ranks trains a model, the second
+around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around
+the later steps), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks compute
+then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for more
+steps), `halves` (each half of the ranks trains a model, the second
 for more steps) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
@@ -156,7 +157,7 @@ def train(kind: str, variant: str) -> None:
         else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     )
     batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
-    if variant == "hook":
+    if variant in ("hook", "hooked"):
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
     holders = [nn.ModuleList([model]) for _ in range(2)] if variant == "held" else []
@@ -168,7 +169,7 @@ def train(kind: str, variant: str) -> None:
     joined = contextlib.ExitStack()
     num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("halves", 1)) else 0
     for step in range(1, NUM_STEPS + 1 + num_more):
-        if (variant, step) in (("joins", 1), ("uneven", 3)):
+        if (variant, step) in (("joins", 1), ("uneven", 3), ("hooked", 3)):
             joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)

@@ -2,6 +2,8 @@
 
 from datetime import timedelta
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -231,22 +233,29 @@ def _left_alone(rank: int, num_ranks: int) -> None:
 
 
 def _all_to_alls_left_alone(replaced: collectives.ReplacedCollectives, rank: int, num_ranks: int) -> None:
-    """Those whose call gives sizes, even ones too, and those of parts that differ in size."""
+    """Those whose call gives sizes, even ones too and of any type, and those of parts that differ in size. Shapes, in which
+    ranks may differ, decide nothing.
+    """
     before, given = replaced.num_by_copies, torch.arange(4096 * num_ranks, device=DEVICE) + rank
     whole = [4096] * num_ranks
     wanted, found = torch.empty_like(given), torch.empty_like(given)
     library_all_to_all(wanted, given)
-    dist.all_to_all_single(found, given, whole, whole)
-    assert torch.equal(found, wanted)
+    for sizes in (whole, np.array(whole)):
+        dist.all_to_all_single(found.zero_(), given, sizes, sizes)
+        assert torch.equal(found, wanted)
+    conjugated = given.to(torch.complex64).conj()
+    with pytest.raises(RuntimeError, match="view_as_real"):
+        dist.all_to_all_single(torch.empty_like(conjugated), conjugated)
     sent = [1024 * (rank + peer + 1) for peer in range(num_ranks)]  # as much in both directions of a pair
     several = torch.full((sum(sent),), rank, device=DEVICE)
     returned = torch.empty_like(several)
     dist.all_to_all_single(returned, several, output_split_sizes=sent, input_split_sizes=sent)
     assert torch.equal(returned, torch.repeat_interleave(torch.arange(num_ranks), torch.tensor(sent)).to(DEVICE))
     assert replaced.num_by_copies == before
-    dist.all_to_all_single(found.zero_(), given)
-    assert torch.equal(found, wanted)
-    assert replaced.num_by_copies == before + 1
+    for sizes in (None, [], ()):
+        dist.all_to_all_single(found.zero_(), given.view(1, -1) if rank else given, sizes, sizes)
+        assert torch.equal(found, wanted)
+    assert replaced.num_by_copies == before + 3
 
 
 def bare_collectives_leave_ddp_alone() -> None:
