@@ -235,6 +235,17 @@ def test_ranks_stay_together_while_one_of_them_trains_a_model_of_its_own(
     assert results(ended.stdout)[f"{kind}:{variant}"][0] == references(2)[f"{kind}:hand"][0], "bit for bit"
 
 
+@pytest.mark.parametrize("kind", ["bare", "exchanged", "ddp"])
+def test_a_job_without_an_optimizer_marks_its_steps(
+    kind: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned(kind, tmp_path, *job(2, f"{kind}:marked"))
+    assert ended.returncode == 0, ended.stderr
+    assert results(ended.stdout)[f"{kind}:marked"][0] == pytest.approx(references(2)[f"{kind}:"][0], rel=1e-5)
+    for target in TARGETS[kind]:
+        assert row(ended, target).rstrip().endswith("verified")
+
+
 def test_groups_of_ranks_with_models_of_their_own_are_left_to_the_library(tmp_path: Path) -> None:
     bare, ended = start(*job(4, "ddp:halves")), run_planned("ddp", tmp_path, *job(4, "ddp:halves"))
     assert bare.returncode == 0, bare.stderr

@@ -168,12 +168,9 @@ class ReplacedCollectives:
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         given = input_tensor.view(-1)
         outputs = output_tensor.view(copies.num_ranks, -1)
-        pieces: list[Piece] = []
-        length = self._part_elements(given, given.numel(), copies.num_ranks)
-        for start in range(0, given.numel(), length):
-            part = slice(start, start + length)
-            pieces.append(functools.partial(all_gather, outputs=outputs[:, part], given=given[part]))
-        if not copies.have_memory(length * given.itemsize, len(pieces)):
+        parts = self._parts(given, given.numel(), copies.num_ranks)
+        pieces: list[Piece] = [functools.partial(all_gather, outputs=outputs[:, part], given=given[part]) for part in parts]
+        if not copies.have_memory(parts[0].stop * given.itemsize, len(pieces)):
             return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         return copies.issue(pieces, (output_tensor, input_tensor), async_op=async_op)
 
@@ -190,12 +187,11 @@ class ReplacedCollectives:
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         flat, blocks = output.view(-1), input.view(copies.num_ranks, -1)
         divisor = copies.num_ranks if op == AVG else 1
-        pieces: list[Piece] = []
-        length = self._part_elements(flat, flat.numel(), copies.num_ranks)
-        for start in range(0, flat.numel(), length):
-            part = slice(start, start + length)
-            pieces.append(functools.partial(reduce_scatter, output=flat[part], blocks=blocks[:, part], divisor=divisor))
-        if not copies.have_memory(length * flat.itemsize, len(pieces)):
+        parts = self._parts(flat, flat.numel(), copies.num_ranks)
+        pieces: list[Piece] = [
+            functools.partial(reduce_scatter, output=flat[part], blocks=blocks[:, part], divisor=divisor) for part in parts
+        ]
+        if not copies.have_memory(parts[0].stop * flat.itemsize, len(pieces)):
             return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
         return copies.issue(pieces, (output, input), async_op=async_op)
 
@@ -231,12 +227,11 @@ class ReplacedCollectives:
         if copies is None:
             return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
         outputs, blocks = output.view(copies.num_ranks, -1), input.view(copies.num_ranks, -1)
-        pieces: list[Piece] = []
-        length = self._part_elements(input, blocks.shape[1], copies.num_ranks)
-        for start in range(0, blocks.shape[1], length):
-            part = slice(start, start + length)
-            pieces.append(functools.partial(all_to_all, outputs=outputs[:, part], given=blocks[:, part]))
-        if not copies.have_memory(length * input.itemsize, len(pieces)):
+        parts = self._parts(input, blocks.shape[1], copies.num_ranks)
+        pieces: list[Piece] = [
+            functools.partial(all_to_all, outputs=outputs[:, part], given=blocks[:, part]) for part in parts
+        ]
+        if not copies.have_memory(parts[0].stop * input.itemsize, len(pieces)):
             return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
         return copies.issue(pieces, (output, input), async_op=async_op)
 
@@ -251,7 +246,7 @@ class ReplacedCollectives:
         further: Callable[[], str] = str,
     ) -> PiecewiseCopies | None:
         """Return the copies for this collective, or None if the library does it; that is counted with the reason. `further`
-        returns one of a kind's own, for tensors that are no obstacle.
+        is asked last for a reason.
         """
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
@@ -309,6 +304,11 @@ class ReplacedCollectives:
                 (group, device, "collectives"), self._in_flight, self._across_hosts
             )
         return found
+
+    def _parts(self, tensor: torch.Tensor, num_elements: int, num_ranks: int) -> list[slice]:
+        """Return the pieces, of equal length but the last, in which the elements from each rank go."""
+        length = self._part_elements(tensor, num_elements, num_ranks)
+        return [slice(start, start + length) for start in range(0, num_elements, length)]
 
     def _part_elements(self, tensor: torch.Tensor, num_elements: int, num_ranks: int) -> int:
         """Return how many of `num_elements` elements to take from each rank at a time: as many as fit a buffer."""

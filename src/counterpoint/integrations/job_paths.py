@@ -52,7 +52,7 @@ Counts = tuple[int, ...]
 NONE: Counts = (0, 0, 0, 0, 0, 0)
 UNSEEN = (
     "nobody saw what the job called in its first step, because it created no optimizer after init_process_group(); create "
-    "one there"
+    "one there, or call counterpoint.step() after each step"
 )
 FRAMEWORKS_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")  # called by DDP and FSDP2
 

@@ -142,8 +142,14 @@ class JobAgent:
         return self._settings.may_switch_paths and torch_job.is_joined()
 
     def mark_step(self) -> None:
-        """Handle the end of a step that the job's code marks."""
-        self._has_marks = True
+        """Handle the end of a step that the job's code marks. If paths may be switched, the first mark only begins the count
+        of what the job calls itself, since there may be no optimizer that has begun it; on every rank alike.
+        """
+        is_first, self._has_marks = not self._has_marks, True
+        if is_first and not self._is_retired and os.getpid() == self._pid and self._must_count_alike():
+            with suppress(Exception):  # as in `optimizer_made`
+                self._job_paths().prepare()
+            return
         self._step_ended()
 
     def _step_ended(self) -> None:

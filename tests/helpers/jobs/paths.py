@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
 KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or exchanged (a DDP
-model that calls all-to-alls itself). VARIANT is
-nothing, `hand` (an integration from the second step on, as `run` does it), `hook` (a communication hook of its own),
+model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step on, as `run` does
+it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
 around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around
 the later steps), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks compute
 then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for more
-steps), `halves` (each half of the ranks trains a model, the second
-for more steps) or `penalized` (gradients are differentiated again).
+steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without an optimizer; it marks
+its steps) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -138,6 +138,21 @@ def train_probe(variant: str, model: nn.Module, batch: torch.Tensor, num_steps: 
             optimizer.step()
 
 
+def end_step(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Step; without an optimizer, do what one does and mark the step."""
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return
+    import counterpoint  # noqa: PLC0415  other jobs do not know it
+
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+    counterpoint.step()
+
+
 def loss_of(model: nn.Module, batch: torch.Tensor, *, is_penalized: bool) -> torch.Tensor:
     loss = model(batch).float().square().mean()
     if is_penalized:
@@ -161,7 +176,8 @@ def train(kind: str, variant: str) -> None:
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
     holders = [nn.ModuleList([model]) for _ in range(2)] if variant == "held" else []
-    optimizer = stock_jobs.make_optimizer("tp" if kind in ("2d", "experts") else kind, model, 0.1)
+    kind_of_optimizer = "tp" if kind in ("2d", "experts") else kind
+    optimizer: Any = None if variant == "marked" else stock_jobs.make_optimizer(kind_of_optimizer, model, 0.1)
     in_use: Any = None
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
@@ -178,8 +194,7 @@ def train(kind: str, variant: str) -> None:
             model.learn(batch)
         else:
             loss_of(model, batch, is_penalized=variant == "penalized").backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        end_step(model, optimizer)
         if second is not None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
