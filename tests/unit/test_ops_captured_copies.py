@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from counterpoint.errors import OperatorError
+from helpers.driver_double import forget_modules_on_the_driver
 
 pytest.importorskip("torch")
 Exchange = Callable[[bytes], list[bytes]]
@@ -20,6 +21,7 @@ Exchange = Callable[[bytes], list[bytes]]
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module on a double of the driver; whatever was imported on the double is forgotten."""
     importlib.import_module("counterpoint.ops.runtime")  # needs no driver, and registers operators, which happens once
+    forget_modules_on_the_driver(monkeypatch)
     driver = MagicMock()
     bindings = ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]

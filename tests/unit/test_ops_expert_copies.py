@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from counterpoint.errors import RefusedTogetherError
+from helpers.driver_double import forget_modules_on_the_driver
 from helpers.expert_streams_double import ModelledRank, Streams
 
 np = pytest.importorskip("numpy")
@@ -28,6 +29,7 @@ WIDTH = 36  # numbers in a row
 def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module on a double of the driver; it is forgotten afterwards."""
     importlib.import_module("counterpoint.ops")  # registers operators, which happens once
+    forget_modules_on_the_driver(monkeypatch)
     bindings = ModuleType("cuda.bindings")
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)

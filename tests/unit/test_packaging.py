@@ -1,5 +1,6 @@
 """What a package index shows: links that work there, or none, and no extra without a name in the documentation."""
 
+import re
 import runpy
 import tomllib
 from pathlib import Path
@@ -51,3 +52,10 @@ def test_dependencies_have_two_bounds_and_the_training_environments_own_packages
         assert "<" in requirement
     named = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
     assert named == {"click", "msgspec", "numpy", "rich", "tomli-w"}
+
+
+def test_every_extra_that_a_document_installs_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    named = {name for document in documents for name in re.findall(r"'\.\[(\w+)\]'", document.read_text())}
+    assert {"cuda", "report"} <= named <= set(extras)

@@ -1,6 +1,6 @@
 """Draws sweeps as plots: TimeRatio and overlap ratio of each variant along the axis, one panel per workload and machine.
 
-Needs matplotlib, the extra `plots`. Nothing is computed here. A measured sweep also shows the simulation of the captured
+Needs matplotlib, the extra `report`. Nothing is computed here. A measured sweep also shows the simulation of the captured
 steps, as a thin line of the same color.
 """
 
@@ -15,7 +15,7 @@ from counterpoint.paper.values import COPY_ENGINES, PLAIN, PRIORITY, SEQUENTIAL,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MATPLOTLIB = "matplotlib>=3.8,<4"  # the extra `plots`
+MATPLOTLIB = "matplotlib>=3.8,<4"  # the extra `report`
 FORMATS = (".svg", ".png", ".pdf")
 MOST_PANELS, MOST_COLUMNS = 32, 4
 PANEL_INCHES = (3.8, 2.9)

@@ -87,7 +87,7 @@ def two_levels_give_the_sequential_results() -> None:
             tallies = replaced.tallies.values()
             assert sum(tally.num_in_two_levels for tally in tallies) == replaced.num_by_copies == num_calls + 1
             assert replaced.num_by_library == 0
-            for tally in tallies:
+            for tally in (each for each in tallies if each.num_by_copies):  # no all-to-all ran
                 assert f"sent, {tally.num_by_copies} in two levels)" in str(replaced)
             replaced.undo()
 
