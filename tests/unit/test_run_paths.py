@@ -37,9 +37,10 @@ CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "2d": ((None, RING),),
     "experts": (("all_to_all", OverlapMatmul(schedule=IN_PIECES)),),
     "exchanged": (("all_to_all", COPIES),),
+    "fsdp1": (("reduce_scatter", COPIES),),
 }
 KINDS = {  # by ranks
-    2: ("ddp", "fsdp2", "tp", "bare", "experts", "exchanged"),
+    2: ("ddp", "fsdp2", "tp", "bare", "experts", "exchanged", "fsdp1"),
     4: ("ddp", "fsdp2", "tp", "2d", "experts"),
 }
 TARGETS = {
@@ -50,6 +51,7 @@ TARGETS = {
     "2d": ("tensor-parallel linears",),
     "experts": ("routed experts",),
     "exchanged": ("all-to-alls",),
+    "fsdp1": ("reduce-scatters",),
 }
 Ended = subprocess.CompletedProcess[str]
 Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names in a checkpoint, calls and bytes by copies
@@ -117,7 +119,7 @@ def row(ended: Ended, target: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "num_ranks"),
-    [("ddp", 2), ("fsdp2", 2), ("tp", 2), ("bare", 2), ("exchanged", 2), ("ddp", 4), ("fsdp2", 4), ("tp", 4), ("2d", 4)],
+    [(kind, num_ranks) for num_ranks, kinds in KINDS.items() for kind in kinds if kind != "experts"],
 )
 def test_a_plan_moves_the_collectives_of_an_unmodified_job_as_the_integration_called_by_hand(
     kind: str, num_ranks: int, tmp_path: Path, references: Callable[[int], dict[str, Result]]

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or exchanged (a DDP
-model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step on, as `run` does
-it), `hook` (a communication hook of its own),
+KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or exchanged
+(a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step on, as `run`
+does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
 optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
 around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_to_all_single as exchange
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +40,8 @@ from integration_sections import spread_experts
 NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 1, 2, 4 and 8
 PROBED_AFTER, NUM_PROBE_STEPS = 3, 30  # the guard of a plan switches paths after 10 steps
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
+# collectives that a job of that kind calls itself; FSDP1 gathers lists of tensors on CPUs
+OWN_KINDS = {"bare": ("all_gather", "all_reduce"), "exchanged": ("all_to_all",), "fsdp1": ("reduce_scatter",)}
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
 
 
@@ -81,9 +83,9 @@ def by_hand(kind: str, model: Any) -> Any:
         return ddp.register(model)
     if kind == "fsdp2":
         return fsdp2.use_copy_engines(model)
-    if kind in ("bare", "exchanged"):
+    if kind in OWN_KINDS:
         replaced = collectives.replace()
-        replaced.use(True, ["all_to_all"] if kind == "exchanged" else ["all_gather", "all_reduce"])
+        replaced.use(True, OWN_KINDS[kind])
         return replaced
     if kind == "experts":
         return expert_parallel.overlap(model, schedule=ScheduleDescription(pattern="all_peers", along="experts", chunks=2))
@@ -105,6 +107,8 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
                 fully_shard(each, mesh=mesh["dp"])
         return spread
     block = nn.Sequential(stock_jobs.Block(WIDTHS[num_ranks], WIDTHS[num_ranks] // num_ranks))
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(block, device_id=torch.device("cpu"))
     if kind == "2d":
         mesh = init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("dp", "tp"))
         return stock_jobs.parallelize("fsdp2", stock_jobs.parallelize("tp", block, mesh["tp"]), mesh["dp"])
@@ -207,14 +211,15 @@ def train(kind: str, variant: str) -> None:
     joined.close()
     holders.clear()
     calls = "" if in_use is None else f" {in_use.num_by_copies} {in_use.num_bytes}"
-    if kind in ("bare", "exchanged") and in_use is not None:
+    if kind in OWN_KINDS and in_use is not None:
         in_use.undo()
     own = [each.to_local() if isinstance(each, DTensor) else each for each in (each.detach() for each in model.parameters())]
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(num_ranks)]
     dist.all_gather(sums, torch.stack([each.double().sum() * (1 + place) for place, each in enumerate(own)]).sum())
+    names = sorted(model.state_dict())  # FSDP1 gathers on every rank
     if rank == 0:
         total = ",".join(each.item().hex() for each in sums)
-        print(f"{kind}:{variant} {total} {','.join(sorted(model.state_dict()))}{calls}", flush=True)
+        print(f"{kind}:{variant} {total} {','.join(names)}{calls}", flush=True)
 
 
 def main() -> None:
