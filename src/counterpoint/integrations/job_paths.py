@@ -141,8 +141,6 @@ class TorchJobPaths(AbstractJobPaths):
 
     def _take_collectives(self, offer: PathOffer) -> None:
         self._own_kinds = offer.kinds
-        if self._replaced is None:
-            self._replaced = collectives.replace(is_on=False)
 
     def late_models(self) -> tuple[str, ...]:
         """See `AbstractJobPaths.late_models`."""
@@ -167,8 +165,8 @@ class TorchJobPaths(AbstractJobPaths):
         return bool(self._may_begin[optimizer])
 
     def trains(self, optimizer: object, *, is_due: bool) -> bool:
-        """See `AbstractJobPaths.trains`. It has parameters of a model of all ranks; in a job with collectives of its own, a
-        large sum, as of gradients, ran since the last call. Other calls say nothing: models also run without training.
+        """See `AbstractJobPaths.trains`. It has parameters of a model of all ranks; or, where sums that the job calls itself
+        may be switched, a large one ran since the last call. Other calls say nothing: models also run without training.
 
         One without parameters may be this rank's part of an optimizer that others have, too.
         """
