@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.own_collectives -o results.json
 
-Each collective moves as many bytes as an all-to-all with blocks of `mib_of_block` MiB. Beside a matmul (8192^3, bf16) it is
-asynchronous, and waited for after it. The variants take turns in balanced order. Times are of the GPU per call, ten calls in
-a row that the host issues ahead, of the slowest rank.
+A rank sends a block of `mib_of_block` MiB to every other rank, and in an all-reduce two. Beside a matmul (8192^3, bf16) the
+collective is asynchronous, and the stream waits for it after the matmul. The variants take turns in balanced order. A time
+is the GPU's per call on the slowest rank, where ten calls follow each other and the host issues them ahead.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main() -> None:
                 found[kind, place, is_on].append(measured(calls[kind, place], is_on=is_on))
             lone_us.append(measured(multiply))
         log(f"{mib} MiB a block, us: NCCL and copies alone, then beside a matmul of {statistics.median(lone_us):.0f}")
-        for kind, _ in list(calls)[::2]:
+        for kind in dict.fromkeys(kind for kind, _ in calls):
             row: dict[str, object] = {"kind": kind, "mib_of_block": mib, "matmul_us": round(statistics.median(lone_us), 1)}
             for _, place, is_on in (each for each in variants if each[0] == kind):
                 times = found[kind, place, is_on]

@@ -41,7 +41,9 @@ class Attention(nn.Module):
 
 
 class Exchange(torch.autograd.Function):
-    """Block p of a (ranks, ...) tensor goes to rank p; `wait` of what it puts into `handles` before its result is used."""
+    """Sends block p of a (ranks, ...) tensor to rank p, and appends a handle to `handles`; `wait` for it before the result
+    is used.
+    """
 
     @staticmethod
     def forward(ctx: object, blocks: torch.Tensor, handles: list[object]) -> torch.Tensor:

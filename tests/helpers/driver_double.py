@@ -17,7 +17,9 @@ def forget_modules_on_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _is_on(value: object, name: str, found: set[str]) -> bool:
-    """Whether this value of the module `name` is from the bindings or from a module that was found; packages hold theirs."""
+    """Whether this value of the module `name` is from the bindings or from a module that was found. A package also holds its
+    own modules, which do not count.
+    """
     home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
     if not isinstance(home, str) or (isinstance(value, ModuleType) and home.rpartition(".")[0] == name):
         return False

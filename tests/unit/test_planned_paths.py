@@ -93,6 +93,17 @@ def test_all_to_alls_without_sizes_go_by_copies_beside_others_with_sizes() -> No
     assert planned_paths([asked(match(collective="all_to_all"))], step).refusals == ()
 
 
+@pytest.mark.parametrize(("numbers", "reasons"), [((0,), ["the plan matches 1 of 2 all-to-alls"]), ((0, 1), [])])
+def test_experts_are_overlapped_only_if_the_plan_means_all_of_their_all_to_alls(
+    numbers: tuple[int, ...], reasons: list[str]
+) -> None:
+    """Their calls give sizes, which keeps them from copies but not from operators."""
+    step = step_of(*[replace(collective("all_to_all", 64, "ep"), parts=PARTS) for _ in range(2)])
+    found = planned_paths([asked(match(operations=numbers), OverlapMatmul())], step)
+    assert found.paths.overlaps_experts == (not reasons)
+    assert [refusal.reason.partition(" that ")[0] for refusal in found.refusals] == reasons
+
+
 def test_overlapped_matmuls_are_a_matter_of_their_own_group() -> None:
     assert planned_paths([asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul())], STEP).refusals == ()
     both = [asked(match(collective="all_reduce", process_group="tp"), OverlapMatmul()), asked(match(operations=(4,)))]

@@ -297,6 +297,31 @@ def test_marking_a_step_by_hand_outside_of_a_job_does_nothing() -> None:
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 
+@pytest.mark.parametrize("before", ["", "import sys; sys.modules['torch'] = None\n"])
+def test_a_mark_never_fails_in_the_job(before: str, tmp_path: Path) -> None:
+    """Here `run` left no settings; and a job that marks its steps may have no torch."""
+    code = f"{before}import counterpoint\nfor _ in range(2): counterpoint.step()\nprint('done')\n"
+    ended = python(code, tmp_path, IN_JOB.parents[2], RANK="0", WORLD_SIZE="1")
+    assert ended.stdout == "done\n", ended.stderr
+    assert ended.stderr.count("counterpoint: rank 0 does not tune or guard (") == 1
+    assert ended.stderr.rstrip().endswith("the job runs unchanged")
+
+
+def test_the_first_mark_prepares_paths_only_if_no_optimizer_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the ranks have agreed, `prepare` would wrap the library's functions once more, for the rest of the job."""
+    for tuner, num_prepared in ((None, 1), (SimpleNamespace(), 0)):
+        agent, counted = counting_agent(tmp_path, monkeypatch)
+        prepared: list[object] = []
+        monkeypatch.setattr(agent, "_must_count_alike", lambda: True)
+        monkeypatch.setattr(agent, "_paths", SimpleNamespace(prepare=lambda found=prepared: found.append(None)))
+        monkeypatch.setattr(agent, "_tuner", tuner)
+        for _ in range(3):
+            agent.mark_step()
+        assert (len(prepared), len(counted)) == (num_prepared, 2)
+
+
 def test_the_module_of_the_same_name_as_the_mark_can_still_be_imported() -> None:
     code = "from counterpoint.step import Step\nimport counterpoint\nprint(callable(counterpoint.step), Step.__name__)"
     ended = python(code, None)

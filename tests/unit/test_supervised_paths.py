@@ -278,7 +278,7 @@ def test_calls_that_nobody_saw_are_refused_as_such(monkeypatch: pytest.MonkeyPat
 
 def test_a_job_without_all_to_alls_for_copies_is_told_which_they_take() -> None:
     problems = path_problems(Paths(copies=("all_to_all", "all_gather")), [FSDP2])
-    line = "the job's first step has none that copies take: large ones, whose call gives no sizes of parts"
+    line = "the job's first step has none that copies take; they take large ones whose calls give no sizes"
     assert problems == {"all-to-alls": line}
 
 

@@ -9,9 +9,9 @@ name before keeps the library's. Other callers of the library (DDP's reducer, fu
 not affected. All ranks of a group must make the same calls in the same order, as torch requires: with the same sizes and
 types, and with contiguous tensors on all ranks or on none.
 
-A job's tensors are not in symmetric memory: a gathered part is copied into the lane and pulled from there; reduced
-blocks are pushed from where they are. A collective runs on its lane's stream after all work on the current stream, which
-waits for it unless the collective is asynchronous.
+A job's tensors are not in symmetric memory. Copy engines push parts from where they are into the peers' lanes, from
+which the peers copy or sum them. Averages, and parts gathered between hosts, are pulled from the lane. A collective runs
+on its lane's stream after all work on the current stream, which waits for it unless the collective is asynchronous.
 """
 
 import functools
@@ -222,7 +222,7 @@ class ReplacedCollectives:
             group,
             (output, input),
             lambda: input.nbytes // _size_of(group),
-            further=lambda: _why_not_exchanged(output, input, sizes, _size_of(group)),
+            obstacle_of_kind=lambda: _why_not_exchanged(output, input, sizes, _size_of(group)),
         )
         if copies is None:
             return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
@@ -243,14 +243,15 @@ class ReplacedCollectives:
         bytes_of_part: Callable[[], int],
         op: Any = None,
         *,
-        further: Callable[[], str] = str,
+        obstacle_of_kind: Callable[[], str] = str,
     ) -> PiecewiseCopies | None:
-        """Return the copies for this collective, or None if the library does it; that is counted with the reason. `further`
-        is asked last for a reason.
+        """Return the copies for this collective, or None if the library does it; that is counted with the reason.
+
+        `obstacle_of_kind` returns why the library does a call of this kind, or nothing; it is asked last.
         """
         found = dist.group.WORLD if group is None else group
         tally = self.tallies[kind]
-        obstacle = self._obstacle(found, tensors, op) or further()
+        obstacle = self._obstacle(found, tensors, op) or obstacle_of_kind()
         part_bytes = 0 if obstacle else bytes_of_part()
         is_large = not obstacle and part_bytes >= self._least_part_bytes
         self._num_large[kind] += is_large
@@ -317,7 +318,7 @@ class ReplacedCollectives:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether copies of the tensor's memory are its values: those of one with a conjugate or negative bit are not."""
+    """Return whether the tensor's memory holds its values in order; with a conjugate or negative bit it holds others."""
     return (
         type(tensor) in PLAIN
         and tensor.is_contiguous()

@@ -51,8 +51,8 @@ Key = tuple[str, str]  # a control's tag, and its target
 Counts = tuple[int, ...]
 NONE: Counts = (0, 0, 0, 0, 0, 0)
 UNSEEN = (
-    "nobody saw what the job called in its first step, because it created no optimizer after init_process_group(); create "
-    "one there, or call counterpoint.step() after each step"
+    "run did not see the collectives of the first step, because the job created no optimizer after init_process_group(); "
+    "create one there, or call counterpoint.step() after each step"
 )
 FRAMEWORKS_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")  # called by DDP and FSDP2
 
@@ -68,7 +68,7 @@ class TorchJobPaths(AbstractJobPaths):
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
-        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # at the survey
+        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # those found by the survey
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
@@ -104,8 +104,8 @@ class TorchJobPaths(AbstractJobPaths):
         return tuple(offers)
 
     def _offer_collectives(self, frameworks: Collection[CollectiveKind], refusal: str) -> list[PathOffer]:
-        """Offer the collectives that the job itself calls, or refuse them; calls of the `frameworks`' kinds are theirs, and
-        have their own integrations.
+        """Offer the collectives that the job itself calls, or refuse them. Kinds of the `frameworks` are left out: they
+        have integrations of their own.
         """
         known = COPIED_KINDS if refusal or self._replaced is None else self._replaced.large_kinds
         kinds = tuple(kind for kind in known if kind not in frameworks)
@@ -141,8 +141,6 @@ class TorchJobPaths(AbstractJobPaths):
 
     def _take_collectives(self, offer: PathOffer) -> None:
         self._own_kinds = offer.kinds
-        if self._replaced is None:
-            self._replaced = collectives.replace(is_on=False)
 
     def late_models(self) -> tuple[str, ...]:
         """See `AbstractJobPaths.late_models`."""
@@ -167,8 +165,8 @@ class TorchJobPaths(AbstractJobPaths):
         return bool(self._may_begin[optimizer])
 
     def trains(self, optimizer: object, *, is_due: bool) -> bool:
-        """See `AbstractJobPaths.trains`. It has parameters of a model of all ranks; in a job with collectives of its own, a
-        large sum, as of gradients, ran since the last call. Other calls say nothing: models also run without training.
+        """See `AbstractJobPaths.trains`. It has parameters of a model of all ranks; or, where sums that the job calls itself
+        may be switched, a large one ran since the last call. Other calls say nothing: models also run without training.
 
         One without parameters may be this rank's part of an optimizer that others have, too.
         """
@@ -373,7 +371,7 @@ def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Modul
 
 
 def _offers_of(modules: Sequence[nn.Module]) -> list[PathOffer]:
-    """Return what the data-parallel models and the process's own collectives could take over."""
+    """Offer the data-parallel models."""
     offers = []
     replicated, sharded = _data_parallel(modules), _sharded_roots(modules)
     if replicated:

@@ -245,7 +245,7 @@ ParallelForward: TypeAlias = ColumnwiseForward | RowwiseForward | AllReduceForwa
 
 
 def _features_of(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
-    """Return this rank's part of the features, as a local tensor. A plain tensor is that part, or whole by the layout."""
+    """Return this rank's part of the features, as a local tensor. A plain tensor is that part, or whole if the layout is."""
     if not isinstance(given, DTensor):
         if layout.input_layouts[0] != Replicate():
             return given

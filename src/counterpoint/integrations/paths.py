@@ -13,7 +13,7 @@ from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
-NO_EXCHANGE = "the job's first step has none that copies take: large ones, whose call gives no sizes of parts"
+NO_EXCHANGE = "the job's first step has none that copies take; they take large ones whose calls give no sizes"
 Integration = Literal["tensor_parallel", "expert_parallel", "fsdp2", "ddp", "collectives"]
 COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # the targets of overlap_matmul, in words
@@ -200,8 +200,8 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         wanted.append((EXPERTS, [offer for offer in given if offer.integration == "expert_parallel"]))
     for target, fitting in wanted:
         if not fitting:
-            is_exchange = target == WORDS["all_to_all"]  # which models do not take
-            found[target] = NO_EXCHANGE if is_exchange else "the job has no model or call that could take it"
+            is_of_job = target == WORDS["all_to_all"]  # no model calls these
+            found[target] = NO_EXCHANGE if is_of_job else "the job has no model or call that could take it"
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found

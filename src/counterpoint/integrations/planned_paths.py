@@ -129,14 +129,15 @@ def _obstacle_in(
     """
     accepted = {number: each for number in meant if isinstance(each := step.operations[number], Collective)}
     groups = {each.process_group for each in accepted.values()}
+    is_copied = isinstance(control, Transport)
     for kind in kinds:
-        is_operator = isinstance(control, OverlapMatmul) and kind != "all_to_all"
+        is_operator = not is_copied and kind != "all_to_all"
         large = {
             number
             for number, each in step.collectives().items()
             if each.collective == kind
-            and _may_be_moved(each)
-            and (isinstance(control, Transport) or each.process_group in groups)
+            and _may_be_large(each)
+            and (each.parts is None if is_copied else each.process_group in groups)
             and (number in paired or not is_operator)
         }
         num_left = len(large - accepted.keys())
@@ -145,17 +146,14 @@ def _obstacle_in(
             which = "have a matmul" if is_operator else "are large enough"
             return f"the plan matches {len(large) - num_left} of {number} that {which}, but {BY_KIND}"
     of_kinds = [each for each in accepted.values() if each.collective in kinds]
-    if isinstance(control, Transport) and of_kinds and all(each.parts for each in of_kinds):
+    if is_copied and of_kinds and all(each.parts for each in of_kinds):
         return COPIES_TAKE_NO_SIZES
     return _obstacle_to_copies(control, kinds)
 
 
-def _may_be_moved(collective: Collective) -> bool:
-    """Return whether copies would take a collective of this size; one of unknown size might be taken. All-to-alls whose
-    call gives the sizes of parts are not.
-    """
-    is_large = not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
-    return is_large and collective.parts is None
+def _may_be_large(collective: Collective) -> bool:
+    """Return whether a collective is large enough for copies; one of unknown size might be."""
+    return not collective.num_bytes or collective.num_bytes >= collective.group_size * LEAST_PART_BYTES
 
 
 def _obstacle_to_copies(control: Control, kinds: set[CollectiveKind]) -> str:

@@ -1,10 +1,10 @@
 """The interface of a lane, which moves the blocks of one bare collective at a time, with its own buffers and signals.
 
 Two moves make all collectives that training needs. `exchange`: every rank's p-th block goes to rank p, which sums the
-blocks (the first half of an all-reduce, or a reduce-scatter). `fetch`: every rank's shared part goes to all (the second
-half, or an all-gather). A block may be in several pieces of memory. Each is flat, or rows at equal distances, as the parts
-for one rank are among those of several hosts. Several lanes are several collectives in flight: while one waits for an SM
-to sum on, another copies.
+blocks (the first half of an all-reduce, or a reduce-scatter) or keeps them all (an all-to-all, or an all-gather on one
+host). `fetch`: every rank's shared part goes to all (the second half of an all-reduce, or an all-gather). A block may be
+in several pieces of memory. Each is flat, or rows at equal distances, as the parts for one rank are among those of
+several hosts. Several lanes are several collectives in flight: while one waits for an SM to sum on, another copies.
 
 All ranks use a lane for the same collectives in the same order. Implementations: copy engines (`copy_lane.py`) and
 messages between CPUs (`message_lane.py`).

@@ -142,15 +142,18 @@ class JobAgent:
         return self._settings.may_switch_paths and torch_job.is_joined()
 
     def mark_step(self) -> None:
-        """Handle the end of a step that the job's code marks. If paths may be switched, the first mark only begins the count
-        of what the job calls itself, since there may be no optimizer that has begun it; on every rank alike.
+        """Handle the end of a step that the job's code marks. If paths may be switched, the first mark, on every rank alike,
+        only begins the count of what the job calls itself: there may be no optimizer that has begun it.
         """
         is_first, self._has_marks = not self._has_marks, True
-        if is_first and not self._is_retired and os.getpid() == self._pid and self._must_count_alike():
+        is_begin = False
+        if is_first and not self._is_retired and os.getpid() == self._pid:
             with suppress(Exception):  # as in `optimizer_made`
-                self._job_paths().prepare()
-            return
-        self._step_ended()
+                is_begin = self._must_count_alike()
+                if is_begin and self._tuner is None:
+                    self._job_paths().prepare()
+        if not is_begin:
+            self._step_ended()
 
     def _step_ended(self) -> None:
         if self._is_retired or os.getpid() != self._pid:  # as above
@@ -280,9 +283,9 @@ class JobAgent:
 
     def _answer_others(self, reason: str, *, is_silent: bool) -> None:
         """Report that this rank failed before it took part; the others may wait for its report."""
-        from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
-
         with suppress(Exception):  # without a process group, no rank waits
+            from counterpoint.supervised import torch_job  # noqa: PLC0415  a job that marks its steps may have no torch
+
             fail_handshake(self._exchange or torch_job.job_exchange(), self._report(reason, is_silent=is_silent))
 
     def _empty_table(self) -> None:
