@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from counterpoint.controls import HeadStart, Priority
+from counterpoint.integrations.paths import Integration, PathOffer
 from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.launch_filter.layout import MAX_RULES
 from counterpoint.measurement.tournament import least_turns
 from counterpoint.measurement.values import Comparison, Measurement, Verdict
 from counterpoint.plan import Directive, Match, Plan, Refusal
-from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live
+from counterpoint.step import CollectiveKind
+from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live, propose_paths
 from counterpoint.supervised.decisions import Reference, Room, decide, propose, why_another_job, why_removed
 from counterpoint.supervised.messages import Census, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
@@ -298,3 +300,28 @@ def test_on_amd_no_head_start_is_proposed_and_the_reason_is_said() -> None:
     proposal = propose_live([LONG, MATMUL, nccl()], replace(GPU, name="AMD Instinct MI300X"))
     assert not any("head start" in candidate.label for candidate in proposal.candidates)
     assert "the launch filter cannot hold a stream on AMD GPUs" in refused(proposal, "head_start")
+
+
+@pytest.mark.parametrize(
+    ("offered", "labels"),
+    [
+        ({"tensor_parallel": ()}, ["matmuls overlapped"]),
+        (
+            {"tensor_parallel": (), "collectives": ("all_to_all",)},
+            ["all-to-alls by copies", "matmuls overlapped", "matmuls overlapped + all-to-alls by copies"],
+        ),
+        (
+            {"ddp": ("all_reduce",), "collectives": ("all_to_all",)},
+            ["all-to-alls by copies", "all-to-alls by copies + all-reduces by copies", "all-reduces by copies"],
+        ),
+        (
+            {"fsdp2": ("all_gather", "reduce_scatter")},
+            ["all-gathers by copies + reduce-scatters by copies", "all-gathers by copies"],
+        ),
+    ],
+)
+def test_each_path_is_tried_alone_and_together_with_others(
+    offered: dict[Integration, tuple[CollectiveKind, ...]], labels: list[str]
+) -> None:
+    offers = [PathOffer(integration=name, what=name, kinds=kinds) for name, kinds in offered.items()]
+    assert [each.label for each in propose_paths(offers, keeps_bits=False).candidates] == labels
