@@ -82,6 +82,7 @@ SECTIONS = (
     "tensor_parallel_whole_activations",
     "tensor_parallel_whole_and_frozen",
     "tensor_parallel_whole_and_packed",
+    "tensor_parallel_whole_and_left_to_dtensor",
     "tensor_parallel_whole_and_unused",
     "tensor_parallel_whole_and_distributed",
     "tensor_parallel_whole_neighbors_part",
