@@ -89,6 +89,7 @@ SECTIONS = (
     "tensor_parallel_whole_lists_part",
     "tensor_parallel_whole_on_two_meshes",
     "tensor_parallel_whole_under_autocast",
+    "tensor_parallel_whole_with_fsdp2",
     "tensor_parallel_in_a_job",
     "tensor_parallel_compiled_with_fsdp2",
     "expert_parallel_layers",

@@ -122,6 +122,7 @@ from integration_sections.tensor_parallel_whole import (
     tensor_parallel_whole_neighbors_part,
     tensor_parallel_whole_on_two_meshes,
     tensor_parallel_whole_under_autocast,
+    tensor_parallel_whole_with_fsdp2,
 )
 from integration_sections.two_levels import (
     two_levels_give_the_sequential_results,
@@ -221,6 +222,7 @@ SECTIONS: dict[str, Callable[[], None]] = {
         tensor_parallel_whole_lists_part,
         tensor_parallel_whole_on_two_meshes,
         tensor_parallel_whole_under_autocast,
+        tensor_parallel_whole_with_fsdp2,
         tensor_parallel_in_a_job,
         tensor_parallel_compiled_with_fsdp2,
         expert_parallel_layers,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -316,6 +317,23 @@ def tensor_parallel_whole_under_autocast() -> None:
                     found.append(results_of(mlp, lambda given, run=run: run(given.float())))
             assert_close(*found, ROUNDING[torch.bfloat16])
             assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
+
+
+def tensor_parallel_whole_with_fsdp2() -> None:
+    """Models that transformers has split and sharded by FSDP2 over another dimension of the mesh are taken as they are."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        mlp = Packed(64).to(DEVICE, torch.float64)
+        by_transformers(mlp, mesh["tp"])
+        fully_shard(mlp, mesh=mesh["dp"])
+        if is_ours:
+            overlapped = tensor_parallel.overlap(mlp, schedule=CHUNKED)
+            assert overlapped.taken == ["gate_up", "down"], overlapped.refused
+        found.append(results_of(mlp, mlp))
+    assert_close(*found, 1e-12)
+    assert overlapped.num_by_copies == 2
 
 
 def tensor_parallel_whole_on_two_meshes() -> None:
