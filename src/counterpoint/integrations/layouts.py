@@ -90,8 +90,7 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
 
 def is_split(linear: nn.Linear) -> bool:
     """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
-    hooks = *linear._forward_pre_hooks.values(), vars(linear).get("forward")
-    return any(isinstance(closure_of(hook).get("device_mesh"), DeviceMesh) for hook in hooks)
+    return bool(_meshes_of(linear))
 
 
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
@@ -105,11 +104,17 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
     last = dist.get_process_group_ranks(
         whole.get_group(whole.ndim - 1)
     )  # torch treats equal meshes as one; their groups may differ
-    for hook in (*linear._forward_pre_hooks.values(), vars(linear).get("forward")):
-        mesh = closure_of(hook).get("device_mesh")
-        if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
+    for mesh in _meshes_of(linear):
+        if mesh.ndim == 1 and dist.get_process_group_ranks(mesh.get_group()) == last:
             return mesh
     return None
+
+
+def _meshes_of(linear: nn.Linear) -> list[DeviceMesh]:
+    """Return the meshes in closures of a linear's hooks and forward: torch calls them `device_mesh`, transformers `mesh`."""
+    functions = *linear._forward_pre_hooks.values(), vars(linear).get("forward")
+    found = [closure_of(function).get(name) for function in functions for name in ("device_mesh", "mesh")]
+    return [each for each in found if isinstance(each, DeviceMesh)]
 
 
 def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str:

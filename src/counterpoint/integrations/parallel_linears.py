@@ -266,6 +266,10 @@ def _runs_originally(activation: tuple[Sequence[int], int, int], route: Route) -
 
 def _as_prepared(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
     """Return a linear's input as a DTensor, as its original hook makes it; a linear without hooks makes its own."""
-    if layout.input_hook is None or isinstance(given, DTensor):
+    if layout.input_hook is None:
         return given
-    return DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
+    if not isinstance(given, DTensor):
+        given = DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
+    if layout.kind == "row" and layout.input_layouts[0] == Replicate():
+        return given.redistribute(placements=[Shard(-1)])  # DTensor itself would gather the weight instead
+    return given

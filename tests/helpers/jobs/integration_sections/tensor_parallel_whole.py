@@ -1,6 +1,7 @@
 """`overlap` on models whose activations are whole on every rank, as in Hugging Face models and torch's plain styles."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -196,6 +198,35 @@ def tensor_parallel_whole_and_packed() -> None:
             assert overlapped.num_by_copies - before == (3 if run_of is checkpointed else 2)
 
 
+def tensor_parallel_whole_and_left_to_dtensor() -> None:
+    """Where the original forward of a row-parallel linear takes its features of a whole input, nothing gathers its weight:
+    the weight's gradient is sharded as the weight is, and a DTensor may have uneven tokens.
+    """
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    plan = {"down": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))}
+    uneven = torch.randn(6, 5, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+    for given in (uneven, distribute_tensor(uneven, mesh, [Shard(0)])):
+        for run_of in (as_it_is, compiled):
+            found = []
+            for is_ours in (True, False):
+                torch.manual_seed(0)
+                mlp = nn.Sequential(OrderedDict(down=nn.Linear(64, 32))).to(DEVICE, torch.float64)
+                parallelize_module(mlp, mesh, plan)
+                if is_ours:
+                    overlapped = tensor_parallel.overlap(mlp, schedule=CHUNKED)
+                leaf = given.detach().requires_grad_()
+                output = run_of(mlp)(leaf) if is_ours else mlp(leaf)
+                output.pow(2).sum().backward()
+                weight = mlp.down.weight
+                assert weight.grad.placements == weight.placements, weight.grad.placements
+                gradients = (leaf.grad, *(each.grad for each in mlp.parameters()))
+                found.append(
+                    [output.detach(), *(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients)]
+                )
+            assert_close(*found, 1e-12)
+        assert overlapped.num_by_copies == 0
+
+
 def tensor_parallel_whole_and_frozen() -> None:
     """Frozen weights, as under an adapter, and inputs that need no gradient, as those of a first layer."""
     for is_frozen, is_input_wanted, num_calls in ((True, True, 2), (False, False, 1)):
@@ -286,6 +317,23 @@ def tensor_parallel_whole_under_autocast() -> None:
                     found.append(results_of(mlp, lambda given, run=run: run(given.float())))
             assert_close(*found, ROUNDING[torch.bfloat16])
             assert found[0][0].dtype == found[1][0].dtype == torch.bfloat16
+
+
+def tensor_parallel_whole_with_fsdp2() -> None:
+    """Models that transformers has split and sharded by FSDP2 over another dimension of the mesh are taken as they are."""
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        mlp = Packed(64).to(DEVICE, torch.float64)
+        by_transformers(mlp, mesh["tp"])
+        fully_shard(mlp, mesh=mesh["dp"])
+        if is_ours:
+            overlapped = tensor_parallel.overlap(mlp, schedule=CHUNKED)
+            assert overlapped.taken == ["gate_up", "down"], overlapped.refused
+        found.append(results_of(mlp, mlp))
+    assert_close(*found, 1e-12)
+    assert overlapped.num_by_copies == 2
 
 
 def tensor_parallel_whole_on_two_meshes() -> None:
