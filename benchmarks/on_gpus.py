@@ -3,6 +3,7 @@
 A rank that fails shows why and ends, because the others may wait in its collectives; a hang shows all stacks and ends, too.
 """
 
+import argparse
 import faulthandler
 import json
 from collections.abc import Callable, Sequence
@@ -20,6 +21,17 @@ def join(limit_s: int) -> None:
     """Take this rank's GPU and join the others; everything must be over within the limit."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
     ranks.join_ranks()
+
+
+def join_with_options(parser: argparse.ArgumentParser, *, limit_s: int, rounds: int | None = None) -> argparse.Namespace:
+    """Parse a benchmark's own options and those that all have (`--rounds` if it has a default), then `join`."""
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--limit-s", type=int, default=limit_s)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    join(options.limit_s)
+    return options
 
 
 def log(*words: object) -> None:

@@ -18,14 +18,13 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save, stored
+from benchmarks.on_gpus import join_with_options, largest, log, run_and_leave, save, stored
 from benchmarks.ops_shapes import HELD_OUT, AnyShape, shapes_named
 from benchmarks.ops_timing import Timed, time_interleaved
 from counterpoint import ops
@@ -283,14 +282,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ops", default="ag_mm,mm_rs")
     parser.add_argument("--shapes", default="all")
-    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget-s", type=float, help="rounds as many as fit into so many seconds for a shape")
     parser.add_argument("--only-candidates", action="store_true", help="time only what the heuristic picks from")
     parser.add_argument("--stop-after-s", type=float, default=math.inf, help="begin no further shape after so long")
-    parser.add_argument("--limit-s", type=int, default=280)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    join(arguments.limit_s)
+    arguments = join_with_options(parser, limit_s=280, rounds=9)
     assert symmetric_memory is not None
     results, known = stored(arguments.output)
     done = {(result["op"], result["shape"]["name"]) for result in results}

@@ -11,14 +11,13 @@ power limit.
 import argparse
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from cuda.bindings import driver as cu
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save
+from benchmarks.on_gpus import join_with_options, largest, log, run_and_leave, save
 from benchmarks.ops_timing import time_interleaved
 from counterpoint.cuda.driver import check
 from counterpoint.measurement.values import half_width
@@ -174,10 +173,7 @@ def _burst(operands: Operands, copies: Copies, counts: tuple[int, int]) -> tuple
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit-s", type=int, default=120)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    join(arguments.limit_s)
+    arguments = join_with_options(parser, limit_s=120)
     results = []
     for sizes in SIZES:
         results.append(decomposition(sizes))

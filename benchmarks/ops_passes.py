@@ -13,12 +13,11 @@ import argparse
 import contextlib
 import statistics
 from contextlib import closing
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import join, log, run_and_leave, save, shared_rounds
+from benchmarks.on_gpus import join_with_options, log, run_and_leave, save, shared_rounds
 from benchmarks.ops_shapes import Shape, shapes_named
 from counterpoint.errors import ScheduleError
 from counterpoint.measurement.values import half_width
@@ -103,14 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b-up-8k,70b-qkv-8k,405b-qkv-4k")
     parser.add_argument("--operations", default="", help="names of operators, comma-separated; all if empty")
-    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
         "--both-sets", action="store_true", help="time candidates of gathers and of reductions in every pass"
     )
-    parser.add_argument("--limit-s", type=int, default=120)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    join(arguments.limit_s)
+    arguments = join_with_options(parser, limit_s=120, rounds=12)
     runtime = runtime_of_group(None)
     results = []
     for shape in shapes_named(arguments.shapes):

@@ -18,7 +18,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
+from benchmarks.on_gpus import join_with_options, largest, log, run_and_leave, save, shared_rounds
 from counterpoint.integrations import tensor_parallel
 from counterpoint.ops.call_timer import SPIN_CYCLES
 from counterpoint.ops.graph_cache import Key, Recordings
@@ -195,11 +194,7 @@ def host_times(calls: dict[str, Call], num_rounds: int) -> dict[str, HostTimes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--limit-s", type=int, default=200)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    join(options.limit_s)
+    options = join_with_options(parser, limit_s=200, rounds=12)
     results: list[object] = []
     for sizes in SIZES:
         for passes, calls in calls_of(*sizes).items():

@@ -11,12 +11,11 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
+from benchmarks.on_gpus import join_with_options, largest, log, run_and_leave, save, shared_rounds
 from counterpoint.integrations import collectives
 from counterpoint.ops.call_timer import SPIN_CYCLES
 from counterpoint.units import MIB
@@ -64,11 +63,7 @@ def time_of(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--limit-s", type=int, default=200)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    join(options.limit_s)
+    options = join_with_options(parser, limit_s=200, rounds=6)
     multiply = partial(torch.mm, *(torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
     replaced = collectives.replace(is_on=False)
 

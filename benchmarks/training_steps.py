@@ -14,7 +14,6 @@ import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.on_gpus import join, largest, log, run_and_leave, save, shared_rounds
+from benchmarks.on_gpus import join_with_options, largest, log, run_and_leave, save, shared_rounds
 from benchmarks.training_models import GPT_1B, LLAMA, Sizes, blocks, sequence_parallel_plan
 from counterpoint import ops
 from counterpoint.errors import cause_of
@@ -284,12 +283,8 @@ def run_family(family: str, num_rounds: int, tp_tokens: int) -> dict[str, object
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tp-tokens", type=int, default=TP_TOKENS, help="of tp8b and tp70b")
-    parser.add_argument("--limit-s", type=int, default=240)
-    parser.add_argument("-o", "--output", type=Path)
-    arguments = parser.parse_args()
-    join(arguments.limit_s)
+    arguments = join_with_options(parser, limit_s=240, rounds=7)
     results: list[dict[str, object]] = []
     for family in arguments.families.split(","):
         try:

@@ -96,10 +96,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, width: int, head: int) -> None:
+    def __init__(self, width: int, head: int, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.feed_forward = Attention(width, head), FeedForward(width)
+        self.attention, self.feed_forward = attention(width, head), FeedForward(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -108,9 +108,6 @@ class Block(nn.Module):
 
 def parallelize(job: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """As each kind of parallelism is set up in PyTorch's own tutorials."""
-    if job == "sequence":
-        for block in model:
-            block.attention.__class__ = SequenceAttention
     if job in ("ddp", "sequence"):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
     if job == "fsdp2":
@@ -167,7 +164,9 @@ def main() -> None:
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     kind = torch.bfloat16 if on_gpu else torch.float32
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(options.width, min(128, options.width // 4)) for _ in range(options.layers)))
+    attention = SequenceAttention if options.job == "sequence" else Attention
+    sizes = options.width, min(128, options.width // 4)
+    blocks = nn.Sequential(*(Block(*sizes, attention) for _ in range(options.layers)))
     model = parallelize(options.job, blocks.to(options.device, kind), mesh)
     optimizer = make_optimizer(options.job, model)
     torch.manual_seed(0 if options.job == "tp" else 1 + rank)  # tensor parallel ranks share their batch
