@@ -68,7 +68,6 @@ class TorchJobPaths(AbstractJobPaths):
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
-        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # those found by the survey
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
@@ -97,7 +96,7 @@ class TorchJobPaths(AbstractJobPaths):
             self._replaced.undo()
             self._replaced = None
         offers += of_job
-        self._replicated.update(_data_parallel(modules))
+        ddp.watch_joins().update(_data_parallel(modules))
         obstacle = obstacle or self.why_apart() or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
@@ -153,7 +152,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def why_apart(self) -> str:
         """See `AbstractJobPaths.why_apart`."""
-        return ddp.IN_JOIN if any(model._join_config.enable for model in self._replicated) else ""
+        return ddp.IN_JOIN if any(model._join_config.enable for model in ddp.watch_joins()) else ""
 
     def may_begin(self, optimizer: object) -> bool:
         """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""

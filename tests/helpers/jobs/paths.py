@@ -6,12 +6,13 @@ KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on ot
 (a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step on, as `run`
 does it), `hook` (a communication hook of its own),
 `evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
-optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
-around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around
-the later steps), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks compute
-then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for more
-steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without an optimizer; it marks
-its steps) or `penalized` (gradients are differentiated again).
+optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's
+join() around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and
+join() around the later steps), `rejoined` (`late`, and `uneven` from then on), `probed` (rank 0 alone trains another
+model between two steps), `features` (on what all ranks compute then), `alone` (under DDP of this rank), `adapted` (each
+rank trains another model before each step, rank 1 for more steps), `halves` (each half of the ranks trains a model, the
+second for more steps), `marked` (without an optimizer; it marks its steps) or `penalized` (gradients are differentiated
+again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -187,9 +188,9 @@ def train(kind: str, variant: str) -> None:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
         vars(job_paths)["_modules"] = lambda: {}["a module"]
     joined = contextlib.ExitStack()
-    num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("halves", 1)) else 0
+    num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("rejoined", 1), ("halves", 1)) else 0
     for step in range(1, NUM_STEPS + 1 + num_more):
-        if (variant, step) in (("joins", 1), ("uneven", 3), ("hooked", 3)):
+        if (variant, step) in (("joins", 1), ("uneven", 3), ("hooked", 3), ("rejoined", WRAPPED_AFTER + 1)):
             joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
@@ -203,7 +204,7 @@ def train(kind: str, variant: str) -> None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
         train_probe(variant, model, batch, NUM_PROBE_STEPS if step == PROBED_AFTER else 0)
-        if variant == "late" and step == WRAPPED_AFTER:
+        if variant in ("late", "rejoined") and step == WRAPPED_AFTER:
             model = DistributedDataParallel(model.module)
             optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
         if variant == "killed" and step == KILLED_AFTER:
