@@ -285,3 +285,19 @@ def test_operators_that_run_the_librarys_collective_are_in_effect(tmp_path: Path
     found = row(ended, "tensor-parallel linears")
     assert "0 B sent" in found
     assert "by the library within operators" in found, "the heuristic leaves blocks this small to the library"
+
+
+@pytest.mark.parametrize("variant", ["replaces", "replaces_later"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "bare"])
+def test_a_job_that_replaces_its_collectives_itself_keeps_them_and_its_models_are_switched(
+    kind: str, variant: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned(kind, tmp_path, *job(2, f"{kind}:{variant}"))
+    assert results(ended.stdout)[f"{kind}:{variant}"][0] == pytest.approx(references(2)[f"{kind}:"][0], rel=1e-5)
+    if kind == "bare":
+        for target in TARGETS[kind]:
+            line = f"counterpoint: {target} stay unchanged: the job calls collectives.replace() itself"
+            assert ended.stderr.count(line) == 1, ended.stderr
+        return
+    assert ended.returncode == 0, ended.stderr
+    assert all(row(ended, target).rstrip().endswith("verified") for target in TARGETS[kind])
