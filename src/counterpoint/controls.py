@@ -48,7 +48,9 @@ OWN_STREAM_IN_THE_JOB = (
 # For copies with a sum, as the integrations do them. Measured: with 6 MiB from each of 4 ranks, copies are faster than
 # the library's collective. Below 4 MiB it is an assumption.
 LEAST_PART_BYTES = 4 * MIB
-COPIES_TAKE_NO_SIZES = "each call gives the sizes of its parts, and copies take only all-to-alls without sizes"
+COPIES_TAKE_NO_SIZES = (
+    "each call gives the sizes of its parts or lists of tensors; copies take all_to_all_single without sizes"
+)
 MOST_LIGHT_CTAS = 512  # flags exist for this many
 MOST_LIGHT_RANKS = 8  # MAX_PEERS + 1 of ops/light.cu
 ALL_REDUCES_IN_FLIGHT = 3  # one can wait for an SM while another copies; measured on 4 H200s (docs/integrations.md)

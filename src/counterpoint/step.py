@@ -184,7 +184,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     gathered output, the scattered input, the sent buffer). `footprint` is its kernel's; None means the library's usual
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
     description, or its name if that says more; None if unknown. `ranks` are the group's ranks; empty if unknown. `parts`
-    are the sizes of an all-to-all's parts, if the job states them. A step's fingerprint does not depend on these.
+    are the sizes of an all-to-all's parts, if the job states them; `has_unknown_parts` if its call gives sizes, but they
+    are not known. A step's fingerprint does not depend on these.
     """
 
     name: str
@@ -195,6 +196,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     process_group: str | None = None
     ranks: tuple[int, ...] = ()
     parts: UnevenParts | None = None
+    has_unknown_parts: bool = False
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None
@@ -207,6 +209,11 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     @property
     def kind(self) -> OperationKind:
         return "communication"
+
+    @property
+    def gives_sizes(self) -> bool:
+        """Whether the call gives the sizes of its parts."""
+        return self.parts is not None or self.has_unknown_parts
 
 
 class Copy(Value, frozen=True, kw_only=True, tag_field="type", tag="copy"):

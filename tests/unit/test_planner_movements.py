@@ -5,10 +5,13 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec.structs import replace
+from tests.helpers.trace_builder import MATMUL, TraceBuilder
 
 from counterpoint import Simulator, load_machine, measure
 from counterpoint.controls import COPIES_TAKE_NO_SIZES, OverlapMatmul, OwnStream, Transport
 from counterpoint.errors import PlanError
+from counterpoint.integrations.paths import COPIES
+from counterpoint.integrations.planned_paths import applied_in_job
 from counterpoint.job import load_job
 from counterpoint.metrics import ideal_in_pieces_us, ideal_us
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
@@ -301,6 +304,41 @@ def test_all_to_alls_whose_call_gives_sizes_are_not_offered_to_copies_and_the_ot
     found = propose_transports(step_of(matmul(), sized, even, matmul(1, 2)), H200)
     assert [each.match.operations for candidate in found.candidates for each in candidate.directives] == [(2,)]
     assert [each.reason for each in found.refusals] == [COPIES_TAKE_NO_SIZES]
+
+
+LISTS = {"In split size": "[16384, 8192]", "Out split size": "[16384, 20480]"}
+
+
+@pytest.mark.parametrize(
+    ("name", "lists", "is_offered"),
+    [
+        ("all_to_allv", LISTS, False),
+        ("all_to_all", LISTS, False),  # torch's all_to_all, which takes lists of tensors
+        ("all_to_allv", dict.fromkeys(LISTS, "[16384, ...]"), False),
+        ("all_to_allv", LISTS | {"In split size": "[]"}, False),
+        ("all_to_allv", {}, False),
+        ("all_to_allv", dict.fromkeys(LISTS, "[]"), True),  # torch 2.11 calls those without sizes so, too
+        ("all_to_all", {}, True),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, None])
+def test_a_traced_all_to_all_that_gives_sizes_is_not_offered_even_if_the_sizes_are_unknown(
+    name: str, lists: dict[str, str], is_offered: bool, world_size: int | None, tmp_path: Path
+) -> None:
+    trace = TraceBuilder(world_size=world_size)
+    for number in range(3):
+        begin = 10_000.0 * number
+        trace.step(begin, begin + 9_000)
+        trace.kernel(MATMUL, begin + 100, 100)
+        trace.collective(begin + 300, 500, elements=32 << 20, args={"Collective name": name, "Group size": 2} | lists)
+    step = read_trace(trace.write(tmp_path)).step
+    found = propose_transports(step, H200)
+    assert (bool(found.candidates), [each.reason for each in found.refusals]) == (
+        is_offered,
+        [] if is_offered else [COPIES_TAKE_NO_SIZES],
+    )
+    plan = Plan(directives=(Directive(match=Match(collective="all_to_all"), controls=(COPIES,), reason="test"),))
+    assert applied_in_job(plan, step) == (COPIES,) * is_offered
 
 
 @pytest.mark.parametrize(("lone_us", "is_refused"), [(None, False), (600.0, False), (5_000.0, True)])

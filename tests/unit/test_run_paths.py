@@ -215,12 +215,14 @@ def test_a_job_that_differentiates_gradients_again_keeps_its_path(kind: str, wha
     assert ended.stderr.count(line) == 1, ended.stderr
 
 
-def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(tmp_path: Path) -> None:
-    bare, ended = start(*job(2, "ddp:uneven")), run_planned("ddp", tmp_path, *job(2, "ddp:uneven"))
-    found, expected = (results(each.stdout)["ddp:uneven"] for each in (ended, bare))
+@pytest.mark.parametrize(("variant", "num_steps"), [("uneven", 3), ("rejoined", 4)])
+def test_ranks_part_before_one_of_them_has_more_steps_than_the_others(variant: str, num_steps: int, tmp_path: Path) -> None:
+    """Also where the model that runs in join() was wrapped after the first step."""
+    bare, ended = start(*job(2, f"ddp:{variant}")), run_planned("ddp", tmp_path, *job(2, f"ddp:{variant}"))
+    found, expected = (results(each.stdout)[f"ddp:{variant}"] for each in (ended, bare))
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     said = "the model runs in join(), where ranks may take different numbers of steps; the job runs unchanged"
-    assert f"counterpoint: stopped after 3 steps: {said}" in ended.stderr, ended.stderr
+    assert f"counterpoint: stopped after {num_steps} steps: {said}" in ended.stderr, ended.stderr
     assert row(ended, "all-reduces").rstrip().endswith("verified")
 
 
@@ -283,3 +285,19 @@ def test_operators_that_run_the_librarys_collective_are_in_effect(tmp_path: Path
     found = row(ended, "tensor-parallel linears")
     assert "0 B sent" in found
     assert "by the library within operators" in found, "the heuristic leaves blocks this small to the library"
+
+
+@pytest.mark.parametrize("variant", ["replaces", "replaces_later"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "bare"])
+def test_a_job_that_replaces_its_collectives_itself_keeps_them_and_its_models_are_switched(
+    kind: str, variant: str, tmp_path: Path, references: Callable[[int], dict[str, Result]]
+) -> None:
+    ended = run_planned(kind, tmp_path, *job(2, f"{kind}:{variant}"))
+    assert results(ended.stdout)[f"{kind}:{variant}"][0] == pytest.approx(references(2)[f"{kind}:"][0], rel=1e-5)
+    if kind == "bare":
+        for target in TARGETS[kind]:
+            line = f"counterpoint: {target} stay unchanged: the job calls collectives.replace() itself"
+            assert ended.stderr.count(line) == 1, ended.stderr
+        return
+    assert ended.returncode == 0, ended.stderr
+    assert all(row(ended, target).rstrip().endswith("verified") for target in TARGETS[kind])

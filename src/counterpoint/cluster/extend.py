@@ -76,7 +76,8 @@ def _extended(operation: Operation, before: int, after: int, times: CollectiveTi
     if operation.lone_us is not None:
         usual_us = times.time_us(operation.collective, num_bytes, old)
         new_us = operation.lone_us * new_us / usual_us if usual_us and new.size > 1 else operation.lone_us
-    found = msgspec.structs.replace(operation, parts=None, num_bytes=num_bytes) if is_evened else operation
+    unknown = msgspec.structs.replace(operation, parts=None, has_unknown_parts=True, num_bytes=num_bytes)
+    found = unknown if is_evened else operation
     return msgspec.structs.replace(found, group_size=size, ranks=new.ranks, lone_us=new_us)
 
 

@@ -77,6 +77,15 @@ class ReplacedCollectives:
         self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's function, its replacement
         self._on: frozenset[CollectiveKind] = frozenset()
 
+    @classmethod
+    def in_job(cls) -> "ReplacedCollectives":
+        """Do as `replace`, switched off, in a job that nobody edits: the job may call `replace` itself later, which then
+        counts and moves what it calls.
+        """
+        replaced = cls(None, 3, (LEAST_PART_BYTES, MAX_BUFFER_BYTES), "auto")
+        replaced.put_in_place()
+        return replaced
+
     @property
     def is_on(self) -> bool:
         """Whether any collectives go by copies, unless something prevents it."""
@@ -156,9 +165,8 @@ class ReplacedCollectives:
             if getattr(module, name) is replacement:
                 setattr(module, name, theirs)
         self._exchanged.clear()
-        in_place = _in_place()
-        if self in in_place:
-            in_place.remove(self)
+        if self in in_place():
+            in_place().remove(self)
 
     def _all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None = None, async_op: bool = False
@@ -359,7 +367,7 @@ def replace(
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
     require(
-        not _in_place(),
+        not in_place(),
         IntegrationError,
         "collectives.replace() has already replaced torch's functions. Switch the object that it returned, or "
         "call undo() on it first.",
@@ -367,7 +375,7 @@ def replace(
     _require_groups(groups)
     replaced = ReplacedCollectives(groups, in_flight, (least_part_bytes, max_buffer_bytes), across_hosts)
     replaced.put_in_place()
-    _in_place().append(replaced)
+    in_place().append(replaced)
     replaced.use(is_on)
     return replaced
 
@@ -392,8 +400,8 @@ def _require_groups(groups: Collection[Group] | None) -> None:
 
 
 @cache
-def _in_place() -> list[ReplacedCollectives]:
-    """Holds the replacement of torch's functions in this process: one at most."""
+def in_place() -> list[ReplacedCollectives]:
+    """Holds what `replace` put in place of torch's functions in this process: one at most."""
     return []
 
 

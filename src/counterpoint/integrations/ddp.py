@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, Literal, final
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -395,6 +395,21 @@ def watch_job() -> None:
         averages.give_way(hook, state)
 
     DistributedDataParallel.register_comm_hook = register_comm_hook
+
+
+@cache
+def watch_joins() -> WeakSet[DistributedDataParallel]:
+    """Return the models that may be in join(): those that enter it from the first call on are added."""
+    found = WeakSet[DistributedDataParallel]()
+    join_hook = DistributedDataParallel.join_hook
+
+    @wraps(join_hook)
+    def noted_join_hook(model: DistributedDataParallel, **choices: Any) -> Any:
+        found.add(model)
+        return join_hook(model, **choices)
+
+    DistributedDataParallel.join_hook = noted_join_hook
+    return found
 
 
 def _require_types(model: DistributedDataParallel, compression: Compression | None) -> None:

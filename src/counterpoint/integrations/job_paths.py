@@ -54,6 +54,7 @@ UNSEEN = (
     "run did not see the collectives of the first step, because the job created no optimizer after init_process_group(); "
     "create one there, or call counterpoint.step() after each step"
 )
+OF_THE_JOB = "the job calls collectives.replace() itself, which decides about them; without that call, run can switch them"
 FRAMEWORKS_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce")  # called by DDP and FSDP2
 
 
@@ -68,7 +69,6 @@ class TorchJobPaths(AbstractJobPaths):
         self._replaced: collectives.ReplacedCollectives | None = None
         self._own_kinds: tuple[CollectiveKind, ...] = ()  # of collectives that the job calls itself
         self._seen: WeakSet[nn.Module] = WeakSet()  # parts of models, because a wrapper around a model changes its root
-        self._replicated: WeakSet[DistributedDataParallel] = WeakSet()  # those found by the survey
         self._in_force = LIBRARY
         self._tallies: dict[Paths, dict[Key, Counts]] = {}
         self._counted: dict[Key, Counts] = {}  # when the current paths were applied
@@ -81,14 +81,14 @@ class TorchJobPaths(AbstractJobPaths):
         self._may_begin.clear()  # the new optimizer may be the one that trains the job's model
         if _obstacle():
             return
-        if self._replaced is None and dist.is_initialized():
-            self._replaced = collectives.replace(is_on=False)  # counts, so that the survey knows what the job calls
+        if self._replaced is None and dist.is_initialized() and not collectives.in_place():
+            self._replaced = collectives.ReplacedCollectives.in_job()  # counts calls for the survey
         self._overlaps.prepare(_roots(_modules()))
 
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
         obstacle, modules = _obstacle(), _modules()
-        refusal = UNSEEN if self._replaced is None else ""
+        refusal = OF_THE_JOB if collectives.in_place() else UNSEEN if self._replaced is None else ""
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
@@ -97,7 +97,7 @@ class TorchJobPaths(AbstractJobPaths):
             self._replaced.undo()
             self._replaced = None
         offers += of_job
-        self._replicated.update(_data_parallel(modules))
+        ddp.watch_joins().update(_data_parallel(modules))
         obstacle = obstacle or self.why_apart() or _of_some_ranks(modules)
         if obstacle:
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
@@ -153,7 +153,7 @@ class TorchJobPaths(AbstractJobPaths):
 
     def why_apart(self) -> str:
         """See `AbstractJobPaths.why_apart`."""
-        return ddp.IN_JOIN if any(model._join_config.enable for model in self._replicated) else ""
+        return ddp.IN_JOIN if any(model._join_config.enable for model in ddp.watch_joins()) else ""
 
     def may_begin(self, optimizer: object) -> bool:
         """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""

@@ -137,7 +137,7 @@ def _obstacle_in(
             for number, each in step.collectives().items()
             if each.collective == kind
             and _may_be_large(each)
-            and (each.parts is None if is_copied else each.process_group in groups)
+            and (not each.gives_sizes if is_copied else each.process_group in groups)
             and (number in paired or not is_operator)
         }
         num_left = len(large - accepted.keys())
@@ -146,7 +146,7 @@ def _obstacle_in(
             which = "have a matmul" if is_operator else "are large enough"
             return f"the plan matches {len(large) - num_left} of {number} that {which}, but {BY_KIND}"
     of_kinds = [each for each in accepted.values() if each.collective in kinds]
-    if is_copied and of_kinds and all(each.parts for each in of_kinds):
+    if is_copied and of_kinds and all(each.gives_sizes for each in of_kinds):
         return COPIES_TAKE_NO_SIZES
     return _obstacle_to_copies(control, kinds)
 

@@ -129,8 +129,8 @@ def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[
         )
     elif layout.input_layouts[0] not in (Shard(-1), Replicate()):
         overlapped.refused[name] = (
-            f"its input is {layout.input_layouts[0]}, but only Shard(-1) and Replicate() are supported. Leave out "
-            "input_layouts"
+            f"its input is {layout.input_layouts[0]!r}, but only Shard(-1) and Replicate() are supported. If it gets a "
+            "DTensor, as from SequenceParallel, leave out input_layouts; if it gets a plain tensor, keep the plan as it is"
         )
     else:
         kind = RowwiseForward if is_sequence(output) else AllReduceForward

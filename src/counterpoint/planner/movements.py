@@ -110,7 +110,7 @@ def _obstacle_to_copying(collective: Collective, joined_bytes: int) -> str | Non
         return "it reduces to one rank; no integration does that by copies"
     if obstacle := obstacle_to_moving(collective):
         return obstacle
-    if collective.parts is not None:
+    if collective.gives_sizes:
         return COPIES_TAKE_NO_SIZES
     if not collective.num_bytes:
         return "its size is unknown, and so is the time that copy engines would take"

@@ -4,6 +4,7 @@ The module uses what the profiler writes with a launch and what the rules say of
 gives the sum of static and dynamic shared memory; the module stores the sum as dynamic shared memory.
 """
 
+import re
 from collections import Counter
 from math import prod
 
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from counterpoint.errors import shown
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, UnevenParts
-from counterpoint.traces.activity import ActivityTrace, GpuOperation, listed_numbers, ranks_of_group
+from counterpoint.traces.activity import ActivityTrace, GpuOperation, LaunchArguments, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import (
     Rule,
     classify_kernel,
@@ -119,6 +120,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
     if not arguments.group_size and not trace.world_size:
         missing["carry no group size; 1 is assumed"] += 1
     group_size = arguments.group_size or trace.world_size or 1
+    parts = stated_parts(trace, traced) if kind == "all_to_all" else None
     return Collective(
         name=traced.name,
         stream=traced.stream,
@@ -126,7 +128,8 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         num_bytes=elements * (size or 0) if is_known else 0,
         group_size=group_size,
         ranks=ranks_of_group(arguments, group_size),
-        parts=stated_parts(trace, traced) if kind == "all_to_all" else None,
+        parts=parts,
+        has_unknown_parts=kind == "all_to_all" and parts is None and _gives_sizes(arguments),
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
         lone_us=timing.lone_us,
@@ -135,6 +138,17 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         issued_us=timing.issued_us,
         issued_after=timing.issued_after,
     )
+
+
+def _gives_sizes(arguments: LaunchArguments) -> bool:
+    """Return whether an all-to-all's call gives sizes of parts, even if the trace cuts the list of a large group short.
+
+    torch also calls those without sizes `all_to_allv`, with empty lists; a trace without lists does not tell more than this.
+    """
+    lists = [arguments.in_splits, arguments.out_splits]
+    if lists == [None, None]:
+        return "all_to_allv" in str(arguments.collective_name)
+    return any(re.search(r"\d", str(each)) for each in lists)
 
 
 def stated_parts(trace: ActivityTrace, traced: GpuOperation) -> UnevenParts | None:

@@ -2,16 +2,17 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or exchanged
-(a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step on, as `run`
-does it), `hook` (a communication hook of its own),
-`evaluates` (with a second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new
-optimizer, after some steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join()
-around all steps), `uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around
-the later steps), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks compute
-then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for more
-steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without an optimizer; it marks
-its steps) or `penalized` (gradients are differentiated again).
+KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or
+exchanged (a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step
+on, as `run` does it), `hook` (a communication hook of its own), `evaluates` (with a second model), `held` (two other
+modules hold the model), `late` (wrapped in DDP again, with a new optimizer, after some steps), `broken` (rank 1 cannot
+look for models), `killed` (after some steps), `joins` (DDP's join() around all steps), `uneven` (join() around the
+later steps, of which rank 1 has more), `hooked` (`hook`, and join() around the later steps), `rejoined` (`late`, and
+`uneven` from then on), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks
+compute then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for
+more steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without an
+optimizer; it marks its steps), `replaces` (calls `collectives.replace()` before it makes its model), `replaces_later`
+(after it made its optimizer) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
 
@@ -167,6 +168,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor, *, is_penalized: bool) -> tor
 def train(kind: str, variant: str) -> None:
     """Train, and print."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    in_use: Any = by_hand("bare", None) if variant == "replaces" else None
     model = model_of(kind, num_ranks, is_sharded=variant != "penalized")  # FSDP2 frees what a second derivative needs
     model = of_half(model) if variant == "halves" else model
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
@@ -182,14 +184,14 @@ def train(kind: str, variant: str) -> None:
     holders = [nn.ModuleList([model]) for _ in range(2)] if variant == "held" else []
     kind_of_optimizer = "tp" if kind in ("2d", "experts") else kind
     optimizer: Any = None if variant == "marked" else stock_jobs.make_optimizer(kind_of_optimizer, model, 0.1)
-    in_use: Any = None
+    in_use = by_hand("bare", None) if variant == "replaces_later" else in_use
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
         vars(job_paths)["_modules"] = lambda: {}["a module"]
     joined = contextlib.ExitStack()
-    num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("halves", 1)) else 0
+    num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("rejoined", 1), ("halves", 1)) else 0
     for step in range(1, NUM_STEPS + 1 + num_more):
-        if (variant, step) in (("joins", 1), ("uneven", 3), ("hooked", 3)):
+        if (variant, step) in (("joins", 1), ("uneven", 3), ("hooked", 3), ("rejoined", WRAPPED_AFTER + 1)):
             joined.enter_context(model.join())
         if variant == "hand" and step == 2:
             in_use = by_hand(kind, model)
@@ -203,7 +205,7 @@ def train(kind: str, variant: str) -> None:
             with torch.no_grad():
                 second(torch.ones(2, 8))
         train_probe(variant, model, batch, NUM_PROBE_STEPS if step == PROBED_AFTER else 0)
-        if variant == "late" and step == WRAPPED_AFTER:
+        if variant in ("late", "rejoined") and step == WRAPPED_AFTER:
             model = DistributedDataParallel(model.module)
             optimizer = stock_jobs.make_optimizer(kind, model, 0.1)
         if variant == "killed" and step == KILLED_AFTER:

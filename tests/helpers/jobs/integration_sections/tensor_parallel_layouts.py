@@ -8,7 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
@@ -158,6 +164,24 @@ def tensor_parallel_refuses() -> None:
     refused(lambda: tensor_parallel.overlap(sliced, is_on="x"), "is_on must be True or False; found 'x'")
     refused(lambda: tensor_parallel.overlap(None), "parallelize_module has split; found one of type NoneType")
     refused(lambda: tensor_parallel.overlap(sliced, schedule="ring"), "takes a ScheduleDescription or None; found .* str")
+    found: list[list[torch.Tensor]] = []
+    for layouts in ({"input_layouts": Shard(1)}, {}):
+        torch.manual_seed(0)
+        normed = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 32)).to(DEVICE, torch.float64)
+        row = RowwiseParallel(output_layouts=Shard(1), **layouts)
+        parallelize_module(normed, mesh, {"0": SequenceParallel(), "1": row})
+        if layouts:
+            refused(
+                partial(tensor_parallel.overlap, normed), "is Shard.dim=1.*from SequenceParallel, leave out input_layouts"
+            )
+        else:
+            assert tensor_parallel.overlap(normed).taken == ["1"], "as the refusal says"
+        given = torch.ones(1, 4, 64, device=DEVICE, dtype=torch.float64) * torch.arange(64, device=DEVICE) * dist.get_rank()
+        output = normed(given.requires_grad_())
+        output.pow(2).sum().backward()
+        grads = [each.grad.full_tensor() for each in normed.parameters() if each.grad is not None]
+        found.append([output, given.grad, *grads])
+    assert_close(found[1], found[0], 1e-12)
 
 
 class Doubled(nn.Linear):
