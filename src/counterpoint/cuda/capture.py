@@ -23,8 +23,8 @@ from counterpoint.cuda.conditions import torch_version
 from counterpoint.cuda.driver import driver_version
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
-from counterpoint.cuda.issued_collectives import NotedCollectives
+from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, Sizes, read_calls, read_graph
+from counterpoint.cuda.issued_collectives import NotedCalls
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
@@ -40,12 +40,13 @@ Activity = tuple[float, float, str]
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """A step function in a torch graph, the collectives that it issued, and whether it draws random numbers.
 
-    Only torch's own `replay()` advances random numbers.
+    Only torch's own `replay()` advances random numbers. `matmul_sizes`: rows, inner size and columns, by a node's handle.
     """
 
     graph: torch.cuda.CUDAGraph
     calls: list[CollectiveCall]
     collectives: list[IssuedCollective]
+    matmul_sizes: dict[int, Sizes]
     is_random: bool
 
 
@@ -60,7 +61,12 @@ class Captured:
         self.rendezvous = Rendezvous(limit_s)
         self.graph = DriverGraph(recording.graph.raw_cuda_graph())
         self.read: ReadGraph = read_graph(
-            name, self.graph.nodes(), recording.calls, self._lone_times(), self.rendezvous.num_ranks
+            name,
+            self.graph.nodes(),
+            recording.calls,
+            self._lone_times(),
+            self.rendezvous.num_ranks,
+            matmul_sizes=self.graph.by_number(recording.matmul_sizes),
         )
 
     def keep(self, close: Callable[[], None]) -> None:
@@ -208,7 +214,7 @@ def record(step_fn: Callable[[], object]) -> Recording:
         with (
             _profiling(ProfilerActivity.CPU) as profiler,
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            NotedCollectives() as noted,
+            NotedCalls() as noted,
         ):
             step_fn()
     except torch.AcceleratorError as problem:
@@ -216,7 +222,13 @@ def record(step_fn: Callable[[], object]) -> Recording:
             f"The step cannot be captured in a CUDA graph: {cause_of(problem)}. "
             "Leave synchronizations and host reads out of it."
         ) from problem
-    return Recording(graph=graph, calls=read_calls(_events(profiler)), collectives=noted.collectives, is_random=is_random)
+    return Recording(
+        graph=graph,
+        calls=read_calls(_events(profiler)),
+        collectives=noted.collectives,
+        matmul_sizes=noted.matmul_sizes,
+        is_random=is_random,
+    )
 
 
 @contextmanager

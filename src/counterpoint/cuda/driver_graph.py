@@ -27,6 +27,7 @@ from counterpoint.cuda.driver import (
     waits_of,
 )
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
+from counterpoint.cuda.graph_reading import Sizes
 from counterpoint.errors import DeviceError
 
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
@@ -106,6 +107,10 @@ class DriverGraph(AbstractGraph):
         if number not in self._known:
             self._known[number] = describe_node(self._handles[number], self._waits_for[number])
         return self._known[number]
+
+    def by_number(self, found: Mapping[int, Sizes]) -> dict[int, Sizes]:
+        """Return sizes that are given by nodes' handles, by nodes' numbers."""
+        return {number: found[int(handle)] for number, handle in enumerate(self._handles) if int(handle) in found}
 
     def copy(self) -> "DriverGraph":
         """See `AbstractGraph.copy`."""

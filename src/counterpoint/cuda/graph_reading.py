@@ -9,6 +9,7 @@ order of issue.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,6 +20,7 @@ from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kern
 from counterpoint.traces.classify import Group, classify_kernel, copy_direction, element_bytes, known_collective, name_groups
 from counterpoint.value import Value
 
+Sizes = tuple[int, int, int]  # rows, inner size and columns of a matrix multiplication
 RECORDED_LIBRARIES = ("nccl", "rccl")  # libraries that torch.distributed calls, so their collectives are recorded
 
 
@@ -50,12 +52,19 @@ class ReadGraph(Value, frozen=True, kw_only=True):
 
 
 def read_graph(
-    name: str, nodes: Sequence[GraphNode], calls: Sequence[CollectiveCall], times: GraphTimes, num_ranks: int
+    name: str,
+    nodes: Sequence[GraphNode],
+    calls: Sequence[CollectiveCall],
+    times: GraphTimes,
+    num_ranks: int,
+    *,
+    matmul_sizes: Mapping[int, Sizes] = MappingProxyType({}),
 ) -> ReadGraph:
     """Build the step of a graph. An operation that waits for a node without work (an event) depends on what that waits for.
 
-    The size of a collective is 0 if it is not known: for libraries other than NCCL and RCCL, or if no call was recorded at
-    all. Raises `StepError` if calls were recorded, but their number differs from the number of collectives in the graph.
+    `matmul_sizes` are by node number; they may hold nodes of a matmul that are no matmul kernels. The size of a collective
+    is 0 if it is not known: for libraries other than NCCL and RCCL, or if no call was recorded at all. Raises `StepError` if
+    calls were recorded, but their number differs from the number of collectives in the graph.
     """
     if times.names:
         nodes = [replace(node, name=full) for node, full in zip(nodes, times.names, strict=True)]
@@ -69,7 +78,10 @@ def read_graph(
             continue
         waits = tuple(Dependency(operation=numbers[wait]) for wait in _working(number, nodes))
         numbers[number] = len(operations)
-        operations.append(_operation(node, streams[number], waits, times.lone_us[number], waiting_calls))
+        operation = _operation(node, streams[number], waits, times.lone_us[number], waiting_calls)
+        if isinstance(operation, Kernel) and operation.character == "matmul":
+            operation = replace(operation, matmul_sizes=matmul_sizes.get(number))
+        operations.append(operation)
     step = Step(
         name=name,
         num_ranks=num_ranks,

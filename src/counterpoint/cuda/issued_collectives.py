@@ -1,9 +1,9 @@
 """Records the collectives that a step issues while it is captured: the data that each moves, its ranks, and its nodes in
-the graph.
+the graph. Sizes of matrix multiplications are recorded, too.
 
-torch.distributed calls an operator of torch's dispatcher for every collective, however it was called, and
-`NotedCollectives` intercepts these operators. A collective's nodes are those that the call added to the captured graph, so
-that no collective is mistaken for another one's kernel.
+torch calls an operator of its dispatcher for every collective and every matmul, however it was called, and `NotedCalls`
+intercepts these operators. A call's nodes are those that it added to the captured graph, so that no collective is mistaken
+for another one's kernel.
 
 Event nodes are left out: NCCL's graph mixing puts one before and one after each collective (2.28: wait_event, kernel,
 event_record). They keep the communicator's work inside and outside of graphs in order, whatever replaces the collective.
@@ -90,13 +90,26 @@ READERS: dict[object, Callable[..., IssuedCollective | None]] = {
 }
 
 
+LEFT_MATRIX: dict[object, int] = {  # number of the argument that is the left matrix; the right one follows
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.mm.out: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.addmm.out: 1,
+    torch.ops.aten._scaled_mm.default: 0,
+    torch.ops.aten._scaled_mm.out: 0,
+}
+
+
 @final
-class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
-    """Records the collectives that are issued in a capture while this mode is active, in their order."""
+class NotedCalls(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped here
+    """Records the collectives that are issued in a capture while this mode is active, in their order, and the rows, inner
+    size and columns of matmuls by the handles of their nodes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[IssuedCollective] = []
+        self.matmul_sizes: dict[int, tuple[int, int, int]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -106,15 +119,16 @@ class NotedCollectives(TorchDispatchMode):  # type: ignore[misc]  # torch is unt
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        reader = READERS.get(func)
-        if reader is None:
+        reader, left = READERS.get(func), LEFT_MATRIX.get(func)
+        if reader is None and left is None:
             return func(*args, **(kwargs or {}))
-        before = _nodes_of_capture()
+        before = set(_nodes_of_capture())
         result = func(*args, **(kwargs or {}))
-        noted = reader(*args, **(kwargs or {}))
-        if noted is not None:
-            known = set(before)
-            added = tuple(node for node in _nodes_of_capture() if node not in known and _is_work(node))
+        added = tuple(node for node in _nodes_of_capture() if node not in before and _is_work(node))
+        if left is not None:
+            (rows, inner), (_, columns) = args[left].shape, args[left + 1].shape
+            self.matmul_sizes |= dict.fromkeys(added, (rows, inner, columns))
+        elif reader is not None and (noted := reader(*args, **(kwargs or {}))) is not None:
             self.collectives.append(msgspec.structs.replace(noted, nodes=added))
         return result
 

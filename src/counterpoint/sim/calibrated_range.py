@@ -6,7 +6,7 @@ Only operations whose times are predicted from sizes are checked: a traced or ca
 from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import Calibration, load_calibration
-from counterpoint.sim.costs import USUAL_ELEMENT_TYPE
+from counterpoint.sim.matmul_rates import USUAL_ELEMENT_TYPE
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step
 from counterpoint.units import format_bytes, format_count, format_numbers
 

@@ -215,6 +215,8 @@ class Calibration(Value, frozen=True, kw_only=True):
     collective_launch_us: Constant
     hbm_efficiency: Constant
     l2_bytes_per_cycle_per_sm: Constant
+    l2_crowding: Constant
+    tile_latency_per_load: Constant
     matmul_peak_fraction: Constant
     attention_peak_fraction: Constant
     matmul_tile_us: Constant

@@ -36,35 +36,60 @@ FIGURES_OF_MORE = ("link_fraction_of_more", "bytes_per_s_per_cta_of_more", "late
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
-# for each character the constant, the name of its points, and the conditions of those that tell of it
-SATURATIONS: dict[Character, tuple[str, str, dict[str, float | str]]] = {
-    "matmul": ("saturation_bytes_in_flight", "matmul_capped_us", {}),
-    "row_wise": ("saturation_warps", "rows_capped_us", {}),
-    "other": ("saturation_warps", "arithmetic_capped_us", {"chains": 1}),
+# for each character the name of its points, and the conditions of those that tell how many warps saturate an SM
+SATURATIONS: dict[Character, tuple[str, dict[str, float | str]]] = {
+    "row_wise": ("rows_capped_us", {}),
+    "other": ("arithmetic_capped_us", {"chains": 1}),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
 
 
 def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
-    """Fit what saturates an SM: warps, or for matmuls the bytes that they have in flight."""
-    field, name, at = SATURATIONS[character]
+    """Fit the warps that saturate an SM."""
+    name, at = SATURATIONS[character]
     groups = _by_kernel(points.all(name, **at))
-    if character == "matmul":
-        groups = [group for group in groups if _tells_of_load(group, machine)]
     if not groups:
         return None
     constants = calibration.characters[character]
 
     def error(figures: Sequence[float]) -> float:
-        changed = msgspec.structs.replace(constants, **{field: figures[0]})
+        changed = msgspec.structs.replace(constants, saturation_warps=figures[0])
         tried = msgspec.structs.replace(calibration, characters=calibration.characters | {character: changed})
-        simulator = Simulator(tried)
-        return log_error(pair for group in groups for pair in _capped_times(simulator, machine, character, group))
+        return _error_of(tried, machine, character, groups)
 
-    (value,), left = minimize(error, [getattr(constants, field)])
+    (value,), left = minimize(error, [constants.saturation_warps])
+    return Fitted(value=value, spread=left, source=_source_of(name, groups, left))
+
+
+def fit_tiles(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted]:
+    """Fit the bytes in flight that saturate an SM with tiles of matmuls, and `l2_crowding`, to matmuls at each residency."""
+    groups = [group for group in _by_kernel(points.all("matmul_capped_us")) if _tells_of_load(group, machine)]
+    if not groups:
+        return {}
+    matmul = calibration.characters["matmul"]
+
+    def error(figures: Sequence[float]) -> float:
+        changed = msgspec.structs.replace(matmul, saturation_bytes_in_flight=figures[0])
+        crowding = msgspec.structs.replace(calibration.l2_crowding, value=figures[1])
+        characters = calibration.characters | {"matmul": changed}
+        tried = msgspec.structs.replace(calibration, characters=characters, l2_crowding=crowding)
+        return _error_of(tried, machine, "matmul", groups)
+
+    start = (matmul.saturation_bytes_in_flight or 0.0, calibration.l2_crowding.value)
+    (in_flight, crowding), left = minimize(error, start)
+    source = _source_of("matmul_capped_us", groups, left)
+    values = {"saturation_bytes_in_flight": in_flight, "l2_crowding": crowding}
+    return {name: Fitted(value=value, spread=left, source=source) for name, value in values.items()}
+
+
+def _error_of(calibration: Calibration, machine: Machine, character: Character, groups: Sequence[Sequence[Point]]) -> float:
+    simulator = Simulator(calibration)
+    return log_error(pair for group in groups for pair in _capped_times(simulator, machine, character, group))
+
+
+def _source_of(name: str, groups: Sequence[Sequence[Point]], left: float) -> str:
     seen = ", ".join(_by_residency(group) for group in groups)
-    source = f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
-    return Fitted(value=value, spread=left, source=source)
+    return f"{name} by CTAs on an SM: {seen}; mean error of the fit {100 * left:.1f} %"
 
 
 def _by_kernel(points: Sequence[Point]) -> list[list[Point]]:
@@ -80,7 +105,7 @@ def _by_residency(group: Sequence[Point]) -> str:
     return ", ".join(f"{each.at['ctas_per_sm']}: {each.value:,.0f}" for each in group)
 
 
-def fit_streaming(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted] | None:
+def fit_streaming(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted]:
     """Fit `saturation_warps` of streaming kernels and `latency_at_low_load` to one kernel at each residency, by type.
 
     Threads of fp32 keep twice the bytes of bf16 in flight, so half as many warps saturate the memory; the constant holds
@@ -89,7 +114,7 @@ def fit_streaming(points: Points, machine: Machine, calibration: Calibration) ->
     by_type = {name: points.all("streaming_capped_us", type=name) for name in BYTES_OF_A_THREAD}
     groups = {name: group for name, group in by_type.items() if len(group) > 2}
     if not groups:
-        return None
+        return {}
     constants = calibration.characters["streaming"]
 
     def error(figures: Sequence[float]) -> float:

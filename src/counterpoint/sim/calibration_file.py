@@ -34,6 +34,7 @@ from counterpoint.sim.calibration_curves import (
     fit_l2,
     fit_saturation,
     fit_streaming,
+    fit_tiles,
     latency_weight,
     more_ranks_alone,
     row_wise_fraction,
@@ -109,7 +110,9 @@ def derive(
             collectives[kind] = msgspec.structs.replace(found, status="measured", date=day)
     base = msgspec.structs.replace(base, collectives=collectives)
     base = _with_weights(base, points, machine)
-    base = _with_streaming(base, points, machine, day)
+    streaming, tiles = fit_streaming(points, machine, base), fit_tiles(points, machine, base)
+    base = _with_saturation(base, "streaming", streaming, day)
+    base = _with_saturation(base, "matmul", tiles, day)
     base = msgspec.structs.replace(base, characters=_characters(base, points, machine, day), rules=_rules(points, day))
     here, at_home = fit_contention(points, machine, base), fit_contention(there, home, reference)
     if here is not None and at_home is not None:
@@ -229,21 +232,21 @@ def _with_weights(base: Calibration, points: Points, machine: Machine) -> Calibr
     return msgspec.structs.replace(base, collectives=collectives)
 
 
-def _with_streaming(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
-    found = fit_streaming(points, machine, base)
-    if found is None:
-        return base
-    warps = found["saturation_warps"]
-    streaming = msgspec.structs.replace(
-        base.characters["streaming"],
-        saturation_warps=float(f"{warps.value:.4g}"),
-        spread=round(warps.spread, 4),
-        status="measured",
-        date=day,
-        source=warps.source,
-    )
-    latency = _constant(found["latency_at_low_load"], day)
-    return msgspec.structs.replace(base, characters=base.characters | {"streaming": streaming}, latency_at_low_load=latency)
+def _with_saturation(base: Calibration, character: Character, found: Mapping[str, Fitted], day: str) -> Calibration:
+    """Return the constants of one fit: what saturates kernels of a character, and another constant."""
+    changed = base
+    for name, fitted in found.items():
+        if name in CharacterConstants.__struct_fields__:
+            constants = _saturated(base.characters[character], name, fitted, day)
+            changed = msgspec.structs.replace(changed, characters=base.characters | {character: constants})
+        else:
+            changed = msgspec.structs.replace(changed, **{name: _constant(fitted, day)})
+    return changed
+
+
+def _saturated(constants: CharacterConstants, name: str, found: Fitted, day: str) -> CharacterConstants:
+    figures = {name: float(f"{found.value:.4g}"), "spread": round(found.spread, 4), "source": found.source}
+    return msgspec.structs.replace(constants, status="measured", date=day, **figures)
 
 
 def _with_power(base: Calibration, points: Points, limit: str, day: str) -> Calibration:
@@ -262,11 +265,10 @@ def _characters(base: Calibration, points: Points, machine: Machine, day: str) -
     fraction = row_wise_fraction(points, base.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
     if fraction is not None:
         characters["row_wise"] = msgspec.structs.replace(characters["row_wise"], hbm_fraction=float(f"{fraction:.3g}"))
-    for character, (field, _, _) in SATURATIONS.items():
+    for character in SATURATIONS:
         found = fit_saturation(points, machine, base, character)
         if found is not None:
-            figures = {field: float(f"{found.value:.4g}"), "spread": round(found.spread, 4), "source": found.source}
-            characters[character] = msgspec.structs.replace(characters[character], status="measured", date=day, **figures)
+            characters[character] = _saturated(characters[character], "saturation_warps", found, day)
     return characters
 
 

@@ -12,24 +12,23 @@ import msgspec
 
 from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
-from counterpoint.machine import ElementType, Machine, machine_for_device
+from counterpoint.machine import Machine, machine_for_device
 from counterpoint.occupancy import residency
 from counterpoint.sim.block_kernels import BlockKernels
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
+from counterpoint.sim.matmul_rates import is_l2_limited, l2_bytes_per_s, reached_flops_per_s
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import clock_exponent
-from counterpoint.sim.rates import EXPONENT, SM_EXPONENT, MemoryLatency, smooth_minimum
+from counterpoint.sim.rates import EXPONENT, SM_EXPONENT, L2Delivery, MemoryLatency, smooth_minimum
 from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
 from counterpoint.sim.task import CopyWork, SmWork
-from counterpoint.sim.tiles import num_tiles, stages, tile_stages
+from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, stages, tile_of, tile_stages
 from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
-USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
-LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory, so its warps count; an assumption
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
 BYTES_OF_A_THREAD = 16  # bf16 bytes that a thread keeps in flight in the kernel that gave streaming's `saturation_warps`
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
@@ -69,6 +68,11 @@ class CostModel:
         self.latency = MemoryLatency(
             at_low_load=calibration.latency_at_low_load.value, per_load=calibration.latency_per_load.value
         )
+        self.l2 = L2Delivery(
+            bytes_per_s=l2_bytes_per_s(machine, calibration),
+            crowding=calibration.l2_crowding.value,
+            latency_per_load=calibration.tile_latency_per_load.value,
+        )
         self._blocks = BlockKernels(machine.gpu.num_sms, calibration.block_sum_us.value, self.hbm_bytes_per_s)
         self._own_loads_scale = _own_loads_scale(calibration.device_name, machine)
 
@@ -97,7 +101,7 @@ class CostModel:
         per_sm = self._ctas_per_sm(kernel)
         issue = self._issue_per_cta(kernel)
         effective = self._effective_ctas(kernel)
-        clock_share = self._clock_share ** clock_exponent(kernel, self._calibration)
+        clock_share = self._clock_share ** clock_exponent(kernel, self.machine, self._calibration)
         hbm = clock_share * self._hbm_per_cta(kernel, constants, effective)
         waits = constants.bottleneck != "issue" and kernel.cta_us is None
         slowdown = self.latency.slowdown(hbm * effective / self.hbm_bytes_per_s, 0.0) if waits else 1.0
@@ -117,6 +121,8 @@ class CostModel:
             cta_time_spread=kernel.cta_time_spread,
             waits_for_memory=waits,
             loads_l2=constants.bottleneck == "issue",
+            has_tiles=kernel.cta_us is None and tile_of(kernel) is not None,
+            is_l2_limited=is_l2_limited(kernel, self.machine, self._calibration),
         )
 
     def shared_work(self, kernel: Kernel) -> float:
@@ -168,7 +174,7 @@ class CostModel:
         if found is None:
             return 0.0
         number, steps = found
-        multiplied_us = US_PER_S * (kernel.flops or 0.0) / self._reached_flops_per_s(kernel)
+        multiplied_us = US_PER_S * (kernel.flops or 0.0) / reached_flops_per_s(kernel, self.machine, self._calibration)
         one_by_one_us = memory_us + multiplied_us * self._gpu.num_sms / self._resident_ctas(kernel)
         warps = self._calibration.characters["streaming"].saturation_warps * self._gpu.num_sms
         latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * BYTES_OF_A_THREAD / self.hbm_bytes_per_s
@@ -209,26 +215,14 @@ class CostModel:
         """Return the time that the SMs take for the kernel's operations and for its bytes from L2, in its reference
         state.
         """
-        gpu, constants = self._gpu, self._calibration
-        peak = self._reached_flops_per_s(kernel)
-        l2 = constants.l2_bytes_per_cycle_per_sm.value * gpu.num_sms * gpu.clock_mhz * 1e6
-        busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / l2)
+        gpu = self._gpu
+        peak = reached_flops_per_s(kernel, self.machine, self._calibration)
+        busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / self.l2.bytes_per_s)
+        if is_l2_limited(kernel, self.machine, self._calibration):
+            busy_us *= self.l2.slowdown(issue_reference)
         sm_share = smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0
         # busy_us assumes every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
-
-    def _reached_flops_per_s(self, kernel: Kernel) -> float:
-        """Return the operations per second that a kernel of this kind and type reaches on the whole GPU."""
-        calibration, ordinary = self._calibration, self._gpu.fp32_flops_per_s
-        if kernel.character not in ("matmul", "attention"):
-            return ordinary * calibration.fp32_peak_fraction.value
-        element_type = kernel.element_type or USUAL_ELEMENT_TYPE
-        if element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None:
-            return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
-        peak = self.machine.matmul_flops_per_s(element_type)
-        if kernel.character == "attention":
-            return peak * calibration.attention_peak_fraction.value
-        return peak * calibration.matmul_fraction(element_type)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Return the bytes per second that one CTA can keep in flight."""
@@ -273,6 +267,9 @@ class CostModel:
             usual, last = (
                 number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
             )
+            if is_l2_limited(kernel, self.machine, self._calibration):
+                asked = rest / self._gpu.num_sms / self._saturating_ctas(constants, kernel)
+                faster = self.l2.slowdown(asked) / self.l2.slowdown(usual)
         return float(full + faster * ((1 + last**exponent) / (1 + usual**exponent)) ** (1 / exponent))
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:

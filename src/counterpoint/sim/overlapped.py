@@ -23,8 +23,9 @@ from counterpoint.schedule.generate import make_schedule
 from counterpoint.schedule.heuristic import pick_schedule
 from counterpoint.schedule.operations import scheduled_pass
 from counterpoint.sim.calibration import Calibration
-from counterpoint.sim.costs import USUAL_ELEMENT_TYPE, CostModel
+from counterpoint.sim.costs import CostModel
 from counterpoint.sim.matmul_pairs import FED_COLLECTIVES, OPERATOR_OF, MatmulPair
+from counterpoint.sim.matmul_rates import USUAL_ELEMENT_TYPE
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value

@@ -3,10 +3,11 @@
 A GPU lowers its clock to hold its mean power over some tens of milliseconds at the limit. Lone times taken in short bursts
 belong to a burst's higher clock, so a step that runs continuously takes longer. At a share c of the burst's clock, an
 operation takes 1 / c as long. Its watts above an idle GPU are multiplied by c to the power of `exponent`, because the
-voltage falls with the clock. Kernels that the memory limits take no longer, and tiled matmuls, which wait for L2, are slowed
-less than others. The power of an operation does not depend on what runs beside it. The mean power of a step is the sum of
-each operation's watts times its time alone, divided by the time of the step. At the clock sought, it equals the power that
-the limit leaves above an idle GPU. The step is simulated again at that clock.
+voltage falls with the clock. Kernels that the memory limits take no longer: matmuls of 128 rows draw as much as large ones,
+at a clock that is as low, and take as long as in a burst. Tiled matmuls, which wait for L2, are slowed less than others.
+The power of an operation does not depend on what runs beside it. The mean power of a step is the sum of each operation's
+watts times its time alone, divided by the time of the step. At the clock sought, it equals the power that the limit leaves
+above an idle GPU. The step is simulated again at that clock.
 
 Lone times of a captured step are taken one after the other. What comes after the limit's window already has the lower clock
 that the limit allows operations one after the other.
@@ -18,12 +19,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from counterpoint.machine import Machine
 from counterpoint.sim.calibration import Calibration, PowerFigure
+from counterpoint.sim.matmul_rates import share_of_instructions
+from counterpoint.sim.tiles import tile_of
 from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
 SAME_CLOCK = 0.004  # a smaller difference has no measurable effect
 MOST_ROUNDS = 6
-# a CTA with fewer registers cannot hold an fp32 tile of 128x128, so reads from L2 limit its matmul
+# Reads from L2 limit the matmul of a smaller tile than 128x128: by the reuse of its elements, or, where the tile is not
+# known, by the registers that its results take.
+LARGE_TILE_REUSE = 128
 LARGE_TILE_REGISTERS = 128 * 128
 CLOCK_EXPONENTS: dict[PowerFigure, PowerFigure] = {
     "matmul_w": "matmul_clock_exponent",
@@ -47,8 +53,8 @@ class Drawn(msgspec.Struct, frozen=True):
 class PowerModel:
     """Finds the clock under the power limit from the power figures of one calibration, which must have them."""
 
-    def __init__(self, calibration: Calibration) -> None:
-        self._calibration, self._figures = calibration, calibration.power
+    def __init__(self, machine: Machine, calibration: Calibration) -> None:
+        self._machine, self._calibration, self._figures = machine, calibration, calibration.power
 
     def share_in_burst(self, lone_us: Sequence[float]) -> float:
         """Return the share of lone times, taken one after the other, that ends before the power limit acts."""
@@ -57,7 +63,7 @@ class PowerModel:
     def drawn(self, operation: Operation, lone_us: float, *, is_copied: bool) -> Drawn:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
         watts = self._figures[_figure_of(operation, is_copied=is_copied)].value
-        exponent = clock_exponent(operation, self._calibration) if isinstance(operation, Kernel) else 0.0
+        exponent = clock_exponent(operation, self._machine, self._calibration) if isinstance(operation, Kernel) else 0.0
         return Drawn(watts * lone_us, exponent)
 
     def next_clock(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
@@ -68,12 +74,16 @@ class PowerModel:
         return min(1.0, clock_share * (left / used) ** (1 / exponent)) if used else 1.0
 
 
-def clock_exponent(kernel: Kernel, calibration: Calibration) -> float:
+def clock_exponent(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
     """Return how a kernel's time grows as the clock falls: 1 if its instructions limit it, 0 if the memory does."""
     if calibration.characters[kernel.character].bottleneck == "hbm":
         return 0.0
+    if not calibration.power:
+        return 1.0
     figure = CLOCK_EXPONENTS.get(_figure_of(kernel, is_copied=False))
-    return calibration.power[figure].value if figure is not None and calibration.power else 1.0
+    if figure is not None:
+        return calibration.power[figure].value
+    return share_of_instructions(kernel, machine, calibration)
 
 
 def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:
@@ -88,6 +98,8 @@ def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:
         return "fp32_matmul_w"
     if operation.is_work_sharing:
         return "library_matmul_w"
-    footprint = operation.footprint
+    footprint, tile = operation.footprint, tile_of(operation)
+    if tile is not None:
+        return "large_matmul_w" if tile.reuse >= LARGE_TILE_REUSE else "matmul_w"
     is_large = footprint.threads_per_cta * footprint.registers_per_thread >= LARGE_TILE_REGISTERS
     return "large_matmul_w" if is_large else "matmul_w"

@@ -1,10 +1,11 @@
 """Computes the progress rates of resident CTAs: interference follows from residency and bandwidth.
 
 Three limits act on a CTA. (1) Its SM: resident CTAs share the SM's throughput. Together they use what they can keep in
-flight, smoothly limited by the SM's peak, so on a saturated SM fewer CTAs run faster each. (2) The GPU's memory: what the
-resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM bandwidth. (3) For
-communication the link, shared max-min. A collective's CTA waits for memory latency, so what it can keep in flight falls as
-others load the memory. The constants and their sources are in `calibrations/*.toml`.
+flight, smoothly limited by the SM's peak, so on a saturated SM fewer CTAs run faster each. Where L2 limits a matmul, its
+CTAs slow each other down if they keep more in flight than L2 delivers, and what collectives and copies move slows them.
+(2) The GPU's memory: what the resident CTAs of a kernel can keep in flight, smoothly limited by its max-min share of the HBM
+bandwidth. (3) For communication the link, shared max-min. A collective's CTA waits for memory latency, so what it can keep
+in flight falls as others load the memory. The constants and their sources are in `calibrations/*.toml`.
 
 Shares of bandwidth are max-min fair: a flow can get more only if another flow with no larger share gets less. Two limits
 (what the resident CTAs can keep in flight, what the memory or link delivers) combine by a smooth minimum with exponent 4.
@@ -26,12 +27,14 @@ LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM 
 class RateModel:
     """Sets the rates of cohorts, shared work and copies from the CTAs that are resident on each SM.
 
-    `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how its latency grows with its load.
+    `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how its latency grows with its load, and `l2` what
+    L2 delivers.
     """
 
-    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency") -> None:
+    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency", l2: "L2Delivery") -> None:
         self._hbm = hbm_bytes_per_s
         self._latency = latency
+        self._l2 = l2
 
     def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
         """Recompute all rates, in work per picosecond, for the CTAs and copies that run now."""
@@ -43,6 +46,10 @@ class RateModel:
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
         link = self._link_rates(tasks, loads)
+        moved = sum(load for task, load in zip(tasks, loads, strict=True) if _moves_data(task))
+        if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
+            shares, effective = _share_sms(groups, numbers, self._l2.latency_per_load * moved)
+        by_l2 = self._l2.slowdown(_mean_asked(groups), moved * self._hbm)
         cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
         for position, task in enumerate(tasks):
             if isinstance(task, CopyTask):
@@ -52,6 +59,8 @@ class RateModel:
             else:
                 reached = smooth_minimum(demands[position], available[position])
                 memory = reached / in_flight[position] / task.work.hbm_reference if reached else 1.0
+                if task.work.is_l2_limited:
+                    memory *= self._l2.slowdown(task.work.issue_reference) / by_l2
                 cta_rates.append(memory * link[position] / task.work.cta_ps)
                 task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
         for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
@@ -125,23 +134,65 @@ class MemoryLatency(Value, frozen=True, kw_only=True):
         return 1 + c * min(load, 1.0)
 
 
-def _share_sms(groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int]) -> tuple[list[float], list[float]]:
-    """Return each cohort's share of its SM, in order (1 = reference state), and each task's CTAs weighted by the share."""
+class L2Delivery(Value, frozen=True, kw_only=True):
+    """How L2 delivers tiles of matmuls. To those that it limits, `bytes_per_s`, and less as they keep more in flight.
+
+    `crowding`: by how much longer they take for each further time that their CTAs would saturate the SMs.
+    `latency_per_load`: by how much longer any matmul's tiles are on their way while collectives and copies use all of the
+    memory's bandwidth, as a share of their time else.
+    """
+
+    bytes_per_s: float
+    crowding: float
+    latency_per_load: float
+
+    def slowdown(self, asked: float, moved_bytes_per_s: float = 0.0) -> float:
+        """Return how much longer such matmuls take whose CTAs ask for `asked` times what saturates an SM, while collectives
+        and copies move `moved_bytes_per_s`.
+        """
+        return (1 + self.crowding * max(0.0, asked - 1)) * (1 + moved_bytes_per_s / self.bytes_per_s)
+
+
+def _mean_asked(groups: Sequence[SmGroup]) -> float:
+    """Return what the CTAs that L2 limits ask for, as a multiple of what saturates an SM: the mean over all SMs."""
+    asked, num_sms = 0.0, 0
+    for group in groups:
+        num_sms += group.num_sms()
+        for cohort in group.cohorts:
+            if cohort.task.work.is_l2_limited:
+                asked += cohort.count * cohort.task.work.issue_per_cta * group.num_sms()
+    return asked / num_sms if asked else 0.0
+
+
+def _share_sms(
+    groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int], tile_latency: float = 0.0
+) -> tuple[list[float], list[float]]:
+    """Return each cohort's share of its SM, in order (1 = reference state), and each task's CTAs weighted by the share.
+
+    `tile_latency`: by how much longer the tiles of matmuls are on their way, as a share of their idle latency.
+    """
     shares: list[float] = []
     effective = [0.0] * len(numbers)
     for group in groups:
         asked = 0.0
         for cohort in group.cohorts:
-            asked += cohort.count * cohort.task.work.issue_per_cta
+            work = cohort.task.work
+            asked += cohort.count * work.issue_per_cta / (1 + tile_latency if work.has_tiles else 1.0)
         crowding, num_sms = 1 + asked**SM_EXPONENT, group.num_sms()
         task, share = None, 0.0
         for cohort in group.cohorts:
             if cohort.task is not task:
                 task = cohort.task
                 share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
+                if task.work.has_tiles:
+                    share /= 1 + tile_latency
             shares.append(share)
             effective[numbers[task]] += share * cohort.count * num_sms
     return shares, effective
+
+
+def _moves_data(task: SmTask | CopyTask) -> bool:
+    return isinstance(task, CopyTask) or task.work.link_limit > 0
 
 
 def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:

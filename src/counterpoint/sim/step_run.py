@@ -27,14 +27,14 @@ class StepRun:
 
     def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
         self.step, self.calibration = step, calibration
-        self._effects, self._machine = effects, machine
+        self._effects, self.machine = effects, machine
 
     def spans(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
-        costs = CostModel(self._machine, self.calibration, clock_share)
+        costs = CostModel(self.machine, self.calibration, clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, costs.latency)
-        engine = Engine(self._machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
+        rates = RateModel(costs.hbm_bytes_per_s, costs.latency, costs.l2)
+        engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 
     def lone_us(self, clock_share: float = 1.0) -> list[float]:
@@ -42,7 +42,7 @@ class StepRun:
         copies move, the copies' time; for one that a plan makes unnecessary, 0. Raises `StepError` for a launch that does
         not fit.
         """
-        costs = CostModel(self._machine, self.calibration)
+        costs = CostModel(self.machine, self.calibration)
         found: list[float] = []
         for index, (operation, effect) in enumerate(zip(self.step.operations, self._effects, strict=True)):
             if effect.is_saved:
@@ -51,24 +51,28 @@ class StepRun:
                 found.append(costs.copied_us(operation))
             else:
                 if not isinstance(operation, Copy) and effect.footprint is not None:
-                    check_fit(index, operation, effect.footprint, self._machine)
+                    check_fit(index, operation, effect.footprint, self.machine)
                 found.append(costs.lone_us(operation) / self._speed(operation, clock_share))
         return found
 
     def _speed(self, operation: Operation, clock_share: float) -> float:
         """Return the speed of an operation alone at a share of the clock; 1 at the clock of its lone time."""
-        return clock_share ** clock_exponent(operation, self.calibration) if isinstance(operation, Kernel) else 1.0
+        return (
+            clock_share ** clock_exponent(operation, self.machine, self.calibration)
+            if isinstance(operation, Kernel)
+            else 1.0
+        )
 
     def without_plan(self) -> "StepRun":
         """Return the same step as it is."""
-        effects = EffectReader(self.step, self._machine, LEAVE_IT, self.calibration).effects()
-        return StepRun(self.step, effects, self._machine, self.calibration)
+        effects = EffectReader(self.step, self.machine, LEAVE_IT, self.calibration).effects()
+        return StepRun(self.step, effects, self.machine, self.calibration)
 
     def drawn(self) -> list[Drawn]:
         """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
         if not self.step.is_timed_in_bursts or not self.calibration.power:
             return []
-        power, lone_us = PowerModel(self.calibration), self.lone_us()
+        power, lone_us = PowerModel(self.machine, self.calibration), self.lone_us()
         each = zip(self.step.operations, self._effects, lone_us, strict=True)
         return [power.drawn(operation, time_us, is_copied=_is_copied(effect)) for operation, effect, time_us in each]
 
@@ -78,7 +82,7 @@ def clock_share(runs: Sequence[StepRun]) -> float:
     drawn = [each for run in runs for each in run.drawn()]
     if not drawn:
         return 1.0
-    power = PowerModel(runs[0].calibration)
+    power = PowerModel(runs[0].machine, runs[0].calibration)
     found = _allowed(power, drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs))
     alone = runs[0].without_plan()
     in_burst = power.share_in_burst(alone.lone_us())
@@ -108,6 +112,7 @@ def _busy_us(operation: Operation, costs: CostModel) -> Iterator[tuple[str, floa
         num_ctas = work.num_tiles or costs.shared_work(operation) or operation.footprint.num_ctas
         total_us = num_ctas * work.cta_ps * work.hbm_reference / PS_PER_US
         of_sm = work.issue_per_cta / (1 + work.issue_reference**SM_EXPONENT) ** (1 / SM_EXPONENT)
+        of_sm /= costs.l2.slowdown(work.issue_reference) if work.is_l2_limited else 1.0
         yield "SMs", total_us * of_sm / costs.machine.gpu.num_sms
         yield "memory", total_us * work.hbm_per_cta / costs.hbm_bytes_per_s
 

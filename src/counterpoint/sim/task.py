@@ -25,8 +25,10 @@ class SmWork(Value, frozen=True, kw_only=True):
     `link_per_cta`, `link_limit`: the same for the link, 0 for computation; `link_reference`: what one CTA achieves there.
     `is_work_sharing`: the CTAs share the work in arbitrarily small parts. `num_tiles`: they take that many tiles, one after
     the other, and `cta_ps` is the time of one; 0 if each CTA has its own work. `waits_for_memory`: `hbm_per_cta` is what its
-    CTAs keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `latency_weight`: the share
-    of the growth of the memory's latency that a collective's CTA sees.
+    CTAs keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `has_tiles`: its CTAs wait
+    for tiles of a matmul, so they keep less in flight as the memory's latency grows. `is_l2_limited`: L2 delivers these
+    tiles more slowly than an SM multiplies them. `latency_weight`: the share of the growth of the memory's latency that a
+    collective's CTA sees.
     """
 
     cta_ps: float
@@ -42,6 +44,8 @@ class SmWork(Value, frozen=True, kw_only=True):
     cta_time_spread: float = 0.0
     waits_for_memory: bool = False
     loads_l2: bool = False
+    has_tiles: bool = False
+    is_l2_limited: bool = False
     latency_weight: float = 1.0
 
 

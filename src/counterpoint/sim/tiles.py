@@ -12,12 +12,18 @@ from the kernel's time and that of a usual tile.
 import math
 import re
 
-from counterpoint.step import Kernel
+from counterpoint.step import Footprint, Kernel
+from counterpoint.value import Value
 
 # names of cuBLAS 12 and 13: columns and rows of a tile, as it counts them, then depth and number of stages
 TILE_IN_NAME = re.compile(r"^nvjet_\w*?_(\d+)x(\d+)_(\d+)x(\d+)_")
+LEAST_TILE_BYTES = 4096  # a kernel with less keeps no tiles in shared memory; an assumption
 LEAST_DEPTH_BYTES = 64  # of a stage: 32 elements of bf16, as in the shallowest tiles in common use; an assumption
+DEPTHS_BYTES = (LEAST_DEPTH_BYTES, 128, 256)  # of stages, those in common use
 USUAL_STAGES = 3  # Triton's default; a captured step and a trace do not say it
+NUMBERS_OF_STAGES = (USUAL_STAGES, 4, 2, 5, 6)  # in the order in which they are tried
+MOST_SPARE_BYTES = 1024  # barriers and alignment beside the stages
+LEAST_EDGE = 16  # of a tile, as tensor cores multiply
 USUAL_FILL = (
     0.97  # share filled of all rounds: 256 of 264, 512 of 528 and 1,664 of 1,716 tiles in kernels of 2, 4 and 13 rounds
 )
@@ -57,8 +63,8 @@ def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
 def tile_stages(kernel: Kernel) -> tuple[float, float]:
     """Return the number of stages in which a CTA keeps its tiles, and the bytes of one; cuBLAS's names say the number.
 
-    If nothing says it, it is Triton's default, or fewer if the shared memory holds fewer of the shallowest stages. The tile
-    is then estimated from the registers: a thread's accumulators are the largest power of two below their number.
+    If nothing says it, it follows from the tile, or is Triton's default if no tile fits the footprint, or fewer if the
+    shared memory holds fewer of the shallowest stages.
     """
     footprint = kernel.footprint
     tile = TILE_IN_NAME.match(kernel.name)
@@ -66,12 +72,60 @@ def tile_stages(kernel: Kernel) -> tuple[float, float]:
         number = float(tile[4])
     elif kernel.stage_bytes is not None:
         number = footprint.shared_bytes / kernel.stage_bytes
+    elif (found := tile_of(kernel)) is not None:
+        number = float(found.num_stages)
     else:
-        accumulators = 2 ** (math.ceil(math.log2(max(2, footprint.registers_per_thread))) - 1)
-        least_bytes = 2 * math.sqrt(accumulators * footprint.threads_per_cta) * LEAST_DEPTH_BYTES
+        least_bytes = 2 * math.sqrt(_tile_area(footprint)) * LEAST_DEPTH_BYTES
         number = min(USUAL_STAGES, footprint.shared_bytes / least_bytes)
     number = max(1.0, number)
     return number, footprint.shared_bytes / number
+
+
+class MatmulTile(Value, frozen=True, kw_only=True):
+    """The edges of a matmul's tile, the longer one first, and the number of stages in which a CTA keeps its operands."""
+
+    long: int
+    short: int
+    num_stages: int
+
+    @property
+    def reuse(self) -> float:
+        """Multiplications and additions for each element that the CTA reads."""
+        return 2 * self.long * self.short / (self.long + self.short)
+
+
+def tile_of(kernel: Kernel) -> MatmulTile | None:
+    """Return the tile of a matmul whose CTAs have one each, from its footprint; None if no tile in common use fits.
+
+    Registers say how many results a CTA holds, and shared memory how many elements of both operands. Edges and depths of
+    tiles are powers of two, so few tiles fit: of 61,440 bytes and 16,384 results only 256 x 64 with three stages of 32.
+    """
+    footprint = kernel.footprint
+    if kernel.character != "matmul" or kernel.is_work_sharing or footprint.shared_bytes < LEAST_TILE_BYTES:
+        return None
+    known = kernel.stage_bytes and round(footprint.shared_bytes / kernel.stage_bytes)
+    for number in (known,) if known else NUMBERS_OF_STAGES:
+        for depth_bytes in DEPTHS_BYTES:
+            found = _edges(footprint.shared_bytes / number / depth_bytes, _tile_area(footprint), number, depth_bytes)
+            if found is not None:
+                return MatmulTile(long=found[0], short=found[1], num_stages=number)
+    return None
+
+
+def _edges(both: float, area: int, number: int, depth_bytes: int) -> tuple[int, int] | None:
+    """Return two powers of two with this product whose sum is at most `both`, less what lies beside the stages."""
+    for exponent in range(LEAST_EDGE.bit_length() - 1, area.bit_length() // 2 + 1):
+        short = 1 << exponent
+        long, left = divmod(area, short)
+        if not left and long >= short and 0 <= (both - long - short) * number * depth_bytes <= MOST_SPARE_BYTES:
+            return long, short
+    return None
+
+
+def _tile_area(footprint: Footprint) -> int:
+    """Return the results that a CTA holds: a thread's are the largest power of two below its registers."""
+    accumulators = 2 ** (math.ceil(math.log2(max(2, footprint.registers_per_thread))) - 1)
+    return int(accumulators * footprint.threads_per_cta)
 
 
 def stages(kernel: Kernel) -> tuple[int, int] | None:

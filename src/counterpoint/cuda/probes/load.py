@@ -21,6 +21,7 @@ from counterpoint.measurement.points import Point, point
 from counterpoint.units import MIB
 
 SIZE = 8192
+ROWS = (16, 128, 512)  # of matmuls that wait for memory, wholly or in part
 LOAD_S = 0.7
 COOLING_S = 0.1
 BATCH_US = 10_000.0  # between two readings
@@ -44,6 +45,7 @@ def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
         "matmul of zeros": lambda: torch.mm(zeros, zeros),
     }
     loads |= {f"matmul {kind}": matmul(kind, SIZE, SIZE, SIZE) for kind in TYPES}
+    loads |= {f"matmul bf16, {m} rows": matmul("bf16", m, 2 * SIZE, SIZE) for m in ROWS}
     loads |= {f"matmul {tile}": tiled(tile, TILED_SIZE) for tile in TILES}
     points: list[Point] = []
     for name, issue in loads.items():

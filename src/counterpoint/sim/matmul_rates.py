@@ -1,0 +1,59 @@
+"""How fast matmuls and attentions run: what they reach of their type's peak, and whether L2 limits them."""
+
+from counterpoint.machine import ELEMENT_BYTES, ElementType, Machine
+from counterpoint.sim.calibration import Calibration
+from counterpoint.sim.rates import SM_EXPONENT
+from counterpoint.sim.tiles import tile_of
+from counterpoint.step import Kernel
+from counterpoint.workloads.gemm import matmul_flops
+
+USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
+# L2 limits a matmul if its tiles arrive at less than this share of the rate at which SMs multiply them: between tiles of
+# 64x128 (0.64), which lose 4 % without 24 of 132 SMs, and 256x64 (0.77), which lose 21 % (one H200)
+MOST_FED = 0.7
+FASTER_IN_BURST = 1.11  # large matmuls than `matmul_peak_fraction` says: 0.81 of the peak on cool H200s
+
+
+def reached_flops_per_s(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
+    """Return the operations per second that a kernel of this kind and type reaches on the whole GPU."""
+    ordinary = machine.gpu.fp32_flops_per_s
+    if kernel.character not in ("matmul", "attention"):
+        return ordinary * calibration.fp32_peak_fraction.value
+    element_type = kernel.element_type or USUAL_ELEMENT_TYPE
+    if element_type == "fp32" and machine.gpu.fp32_matrix_flops_per_s is None:
+        return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
+    peak = machine.matmul_flops_per_s(element_type)
+    if kernel.character == "attention":
+        return peak * calibration.attention_peak_fraction.value
+    return peak * calibration.matmul_fraction(element_type)
+
+
+def l2_bytes_per_s(machine: Machine, calibration: Calibration) -> float:
+    """Return what L2 delivers to the whole GPU."""
+    return calibration.l2_bytes_per_cycle_per_sm.value * machine.gpu.num_sms * machine.gpu.clock_mhz * 1e6
+
+
+def is_l2_limited(kernel: Kernel, machine: Machine, calibration: Calibration) -> bool:
+    """Return whether L2 delivers a matmul's tiles more slowly than the SMs multiply them."""
+    tile = tile_of(kernel)
+    if tile is None or kernel.cta_us is not None:
+        return False
+    element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]
+    fed = l2_bytes_per_s(machine, calibration) / element_bytes * tile.reuse
+    return fed < MOST_FED * reached_flops_per_s(kernel, machine, calibration)
+
+
+def share_of_instructions(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
+    """Return how far its instructions limit a library's matmul, not the memory: 1 if its sizes are not known.
+
+    It takes a smooth maximum of the times that either allows at least. The share is by how much that grows with the time of
+    the instructions.
+    """
+    if kernel.matmul_sizes is None or kernel.character != "matmul" or not kernel.is_work_sharing:
+        return 1.0
+    rows, inner, columns = kernel.matmul_sizes
+    element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]
+    moved = element_bytes * (rows * inner + inner * columns + rows * columns)
+    by_memory = moved / (machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value)
+    reached = FASTER_IN_BURST * reached_flops_per_s(kernel, machine, calibration)
+    return 1 / (1 + (by_memory * reached / matmul_flops(rows, columns, inner)) ** SM_EXPONENT)
