@@ -148,9 +148,13 @@ class L2Delivery(Value, frozen=True, kw_only=True):
 
     def slowdown(self, asked: float, moved_bytes_per_s: float = 0.0) -> float:
         """Return how much longer such matmuls take whose CTAs ask for `asked` times what saturates an SM, while collectives
-        and copies move `moved_bytes_per_s`.
+        and copies move `moved_bytes_per_s`: these take from what L2 delivers, so only where the CTAs would need it.
         """
-        return (1 + self.crowding * max(0.0, asked - 1)) * (1 + moved_bytes_per_s / self.bytes_per_s)
+        crowded = 1 + self.crowding * max(0.0, asked - 1)
+        if not asked or not moved_bytes_per_s:
+            return crowded
+        left = 1 / (1 + moved_bytes_per_s / self.bytes_per_s)
+        return crowded * smooth_minimum(asked, 1.0, SM_EXPONENT) / smooth_minimum(asked, left, SM_EXPONENT)
 
 
 def _mean_asked(groups: Sequence[SmGroup]) -> float:

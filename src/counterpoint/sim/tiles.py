@@ -98,7 +98,7 @@ def tile_of(kernel: Kernel) -> MatmulTile | None:
     """Return the tile of a matmul whose CTAs have one each, from its footprint; None if no tile in common use fits.
 
     Registers say how many results a CTA holds, and shared memory how many elements of both operands. Edges and depths of
-    tiles are powers of two, so few tiles fit: of 61,440 bytes and 16,384 results only 256 x 64 with three stages of 32.
+    tiles are powers of two, so few tiles fit: of 61,440 bytes and 16,384 results only 256x64 with three stages of 32.
     """
     footprint = kernel.footprint
     if kernel.character != "matmul" or kernel.is_work_sharing or footprint.shared_bytes < LEAST_TILE_BYTES:
