@@ -147,6 +147,24 @@ def test_ranks_that_cannot_agree_leave_the_job_as_it_was_and_fail_strict(driver:
     assert "strict: rank 0 does not tune or guard" in own_lines(ended)[-1]
 
 
+def test_paths_of_a_job_without_steps_are_reported_as_never_switched_and_fail_strict(driver: Path, tmp_path: Path) -> None:
+    """As of one that serves a model: it has no optimizer and marks no steps."""
+    script = tmp_path / "serve.py"
+    script.write_text(
+        f"import sys, torch.distributed\nsys.path.insert(0, {str(JOB.parent)!r})\nimport launches\n"
+        f"torch.distributed.init_process_group('gloo')\ndriver = launches.Driver({str(driver)!r})\n"
+        "for _ in range(5):\n    driver.step()\ntorch.distributed.destroy_process_group()\n"
+    )
+    copies = Transport(transport="copy_engine")
+    plan = plan_of(tmp_path / "plan.toml", Match(kind="communication", collective="all_reduce"), copies)
+    ended = run("--strict", "--plan", plan, "--", *ranks_of_node(), script)
+    assert ended.returncode == 3, ended.stderr
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("transport"))
+    assert row.rstrip().endswith("failed")
+    assert "finished a step. A step ends with a call of" in ended.stderr
+    assert "counterpoint.step()" in ended.stderr
+
+
 def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:
     """Two optimizers step in each of 80 steps: a budget of 120 would be used up if each of their calls counted."""
     ended = run("--tune", "--budget", "120", "--", *ranks_of_node(), JOB, driver, "--steps", "80")

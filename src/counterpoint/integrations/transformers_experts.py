@@ -20,6 +20,7 @@ from counterpoint.integrations.routed_experts import local_part
 from counterpoint.integrations.sequence_shards import cast_for_matmul
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
+from counterpoint.ops.operator_call import expert_calls_of
 
 NOT_SERVED = {
     "AllReduceEP": (
@@ -28,6 +29,7 @@ NOT_SERVED = {
     ),
     "MegaMoeEP": "its tokens are sent inside DeepGEMM's kernel. Leave it unchanged",
 }
+NOT_SENT = "AutoEP sums by all-reduces without gradients; give DistributedConfig ep_implementation='all_to_all'"
 # attributes that transformers' `use_experts_implementation` sets on experts, and the supported values
 FORM = {"has_gate": True, "has_post_expert_norm": False}
 PARAMETERS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"})
@@ -87,7 +89,10 @@ class TransformersExperts:
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the experts' results for each token (tokens, dim)."""
         given, weights = local_part(hidden_states), local_part(top_k_weights)
-        if not (self._switch.holds and self._is_sent(given)):
+        if not self._switch.holds:
+            return self._switch.watch(self._forward(hidden_states, top_k_index, top_k_weights))
+        if not self._is_sent(given):
+            expert_calls_of(self.group.group_name).add_library(NOT_SENT, is_original=True)
             return self._switch.watch(self._forward(hidden_states, top_k_index, top_k_weights))
         routes = Routes(top_k_index, weights)
         if self._tokens_mesh.size() == 1:

@@ -15,15 +15,11 @@ from counterpoint.report.gpu import STATE_STYLES, print_measurements
 from counterpoint.report.refusals import merge_alike
 from counterpoint.report.text import new_table, print_plan, shorten
 from counterpoint.supervised.proof import ControlProof, ProcessProof
-from counterpoint.supervised.run import RunOutcome
+from counterpoint.supervised.run import NO_STEP, RunOutcome
 from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count, format_numbers
 
 NOTHING_LOADED = "nothing was changed: no process of the command launched a GPU kernel that Counterpoint could see"
-NO_STEP = (
-    "live tuning never began: no process with a rank (RANK, as torchrun sets it) finished a step. A step ends "
-    "with a call of an optimizer's step() or of counterpoint.step()"
-)
 
 
 def print_outcome(console: Console, outcome: RunOutcome) -> None:
@@ -149,7 +145,7 @@ def print_measured(console: Console, outcome: RunOutcome) -> None:
         return  # already printed
     if record is None:
         if outcome.is_tuned and outcome.has_rank_0 and not outcome.damaged:
-            print_line(console, NO_STEP)
+            print_line(console, f"live tuning never began: {NO_STEP}")
         return
     if outcome.plan_found is not None:
         print_plan(console, outcome.plan_found)

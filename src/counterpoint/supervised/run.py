@@ -44,6 +44,10 @@ from counterpoint.value import Value
 
 T = TypeVar("T")
 NEVER_IN_FORCE = "it was not applied in this process, which ended too early, or began before the job was restarted"
+NO_STEP = (
+    "no process with a rank (RANK, as torchrun sets it) finished a step. A step ends with a call of an optimizer's step() "
+    "or of counterpoint.step()"
+)
 
 
 class RunRequest(Value, frozen=True, kw_only=True):
@@ -201,6 +205,8 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
     others = [path for path in totals_paths(directory) if path.name not in launched]
     found = [_read_or_note(path, prove_without_launches, damaged) for path in others]
     proofs += [proof for proof in found if proof is not None and proof.applied]
+    if record is None and not damaged and not totals_paths(directory):  # each rank saves its totals after its first step
+        proofs = [_without_steps(proof, settings.given) for proof in proofs]
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -241,6 +247,16 @@ def _never_in_force(proof: ProcessProof) -> ProcessProof:
         replace(each, engagement=replace(each.engagement, reason=NEVER_IN_FORCE))
         if each.engagement.state == "failed" and not each.num_matched
         else each
+        for each in proof.applied
+    )
+    return replace(proof, applied=applied)
+
+
+def _without_steps(proof: ProcessProof, setting: Setting) -> ProcessProof:
+    """Return the proof of a process in a job without steps, such as one that serves a model: no rank switched its paths."""
+    paths = {name for _, name in setting.paths.targets}
+    applied = tuple(
+        replace(each, engagement=replace(each.engagement, reason=NO_STEP)) if each.engagement.target in paths else each
         for each in proof.applied
     )
     return replace(proof, applied=applied)

@@ -28,7 +28,7 @@ from integration_sections.spread_experts import (
     spread,
     tokens_of_rank,
 )
-from integration_sections.transformers_double import Experts, GptOssExperts, NormedExperts, spread_experts, step_of
+from integration_sections.transformers_double import AutoEP, Experts, GptOssExperts, NormedExperts, spread_experts, step_of
 
 NUM_BLOCKS, PER_RANK = 2, 2
 LIMIT = 1e-12
@@ -104,6 +104,13 @@ def expert_parallel_of_transformers() -> None:
         overlapped.undo()
         assert_equal(step_of(model), wanted)
     refused(lambda: expert_parallel.overlap(spread_experts(NormedExperts, whole_mesh())), "has_post_expert_norm=True")
+    serving = spread_experts(Experts, whole_mesh(), AutoEP)
+    overlapped = expert_parallel.overlap(serving)
+    with torch.no_grad():
+        step_of(serving, has_backward=False)
+    assert overlapped.num_by_copies == 0
+    assert overlapped.num_by_library == 1
+    assert "AutoEP sums by all-reduces without gradients" in str(overlapped)
 
 
 def expert_parallel_in_a_job() -> None:

@@ -87,12 +87,21 @@ class AllToAllEP:
         return experts.linear("down_proj", expert, experts._apply_gate(experts.linear("gate_up_proj", expert, rows)))
 
 
+class AutoEP(AllToAllEP):
+    """Without gradients it sums by an all-reduce; what it computes then does not matter here."""
+
+    all_reduce = True
+
+
 class EpDispatchExpertsParallel:
+    def __init__(self, implementation: type[AllToAllEP] = AllToAllEP) -> None:
+        self._kind = implementation
+
     def install_forward(self, module: Experts, mesh: DeviceMesh) -> nn.Module:
         module.num_experts //= mesh.size()
         for name, weight in list(module.named_parameters()):
             module.register_parameter(name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
-        implementation = AllToAllEP(module, mesh)
+        implementation = self._kind(module, mesh)
 
         def ep_forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
             assert self is not None
@@ -102,17 +111,17 @@ class EpDispatchExpertsParallel:
         return module
 
 
-def spread_experts(kind: type[Experts], mesh: DeviceMesh) -> nn.Module:
+def spread_experts(kind: type[Experts], mesh: DeviceMesh, implementation: type[AllToAllEP] = AllToAllEP) -> nn.Module:
     """A model of one module of experts, split over the ranks of a mesh."""
     torch.manual_seed(0)
     model = nn.Module()
     model.experts = kind(2 * mesh.size()).to(DEVICE, torch.float64)
-    EpDispatchExpertsParallel().install_forward(model.experts, mesh)
+    EpDispatchExpertsParallel(implementation).install_forward(model.experts, mesh)
     return model
 
 
-def step_of(model: nn.Module) -> list[torch.Tensor]:
-    """The output and all gradients of one step, with other routes on every rank."""
+def step_of(model: nn.Module, *, has_backward: bool = True) -> list[torch.Tensor]:
+    """The output and all gradients of one step, with other routes on every rank; the output alone without backward."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randn(12, DIM, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
     scores = torch.rand(12, 2 * dist.get_world_size(), generator=generator, dtype=torch.float64).to(DEVICE)
@@ -120,6 +129,8 @@ def step_of(model: nn.Module) -> list[torch.Tensor]:
     weights.requires_grad_()
     model.zero_grad()
     output = model.experts(tokens, chosen, weights)
+    if not has_backward:
+        return [output]
     output.square().sum().backward()
     gradients = [each.grad for each in model.parameters()]
     return [
