@@ -1,5 +1,6 @@
 """Under what conditions a result was obtained, and where results are kept."""
 
+import argparse
 import json
 import os
 import platform
@@ -29,6 +30,13 @@ def conditions() -> dict[str, object]:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def asks_to_write(description: str | None) -> bool:
+    """Whether the command line holds `--write`, the only option; read before a benchmark begins."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
+    return bool(parser.parse_args().write)
 
 
 def store(name: str, result: object) -> Path:

@@ -1,6 +1,5 @@
 """The launch filter's host time per launch, against a test double of the driver: with and without the filter, in pairs."""
 
-import argparse
 import statistics
 import subprocess
 import tempfile
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from tests.helpers.build_filter import Built, build_preloaded, environment
 
-from benchmarks.conditions import store
+from benchmarks.conditions import asks_to_write, store
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, block_paths
 from counterpoint.launch_filter.rules import FilterRule
 
@@ -61,8 +60,7 @@ def added(built: Built, folder: Path, kernel: str, rules: tuple[FilterRule, ...]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
+    is_stored = asks_to_write(__doc__)
     result = {}
     with tempfile.TemporaryDirectory() as name:
         built = build_preloaded(Path(name))
@@ -79,7 +77,7 @@ def main() -> None:
                 f"{what:48} {statistics.median(found):7.1f} ns   ({found[0]:.1f} to {found[-1]:.1f} in {PAIRS} pairs)"
                 + (f"   asked: {asked:g} ns" if asked else "")
             )
-    if parser.parse_args().write:
+    if is_stored:
         print(f"written to {store('filter_overhead', result)}")
 
 

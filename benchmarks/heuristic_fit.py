@@ -35,9 +35,9 @@ AT_FULL_CLOCK_US = DEFAULT_COSTS.full_clock_us
 Sizes = tuple[int, int, int]
 
 
-def search(loss: Callable[[Costs], float], start: Mapping[str, float], costs: Costs = DEFAULT_COSTS) -> Costs:
+def search(loss: Callable[[Costs], float], start: Mapping[str, float]) -> Costs:
     """Constants one after the other, in smaller and smaller steps, from `start`, for the least loss."""
-    costs = msgspec.structs.replace(costs, **start)
+    costs = msgspec.structs.replace(DEFAULT_COSTS, **start)
     least = loss(costs)
     for name, step in ((name, step) for step in STEPS for _ in range(PASSES) for name in start):
         for factor in (step, 1 / step):

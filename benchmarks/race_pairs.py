@@ -154,7 +154,7 @@ class Pair:
     """A collective and a kernel on certain streams, under all variants and each alone."""
 
     def __init__(self, race: Race, once: Once, collective: Collective, kernel: Kernel) -> None:
-        self._race, self._once, self._collective, self._kernel = race, once, collective, kernel
+        self._race, self._once, self._collective = race, once, collective
         self.num_wrong, self.num_late = 0, 0
         self.variants = all_variants(race.priority)
         self.candidates: list[tuple[Variant, Collective | None, Kernel | None]] = [
@@ -179,7 +179,7 @@ class Pair:
         return [time_ms for moments in found[NUM_UNTIMED:] for time_ms in moments.times_ms()]
 
 
-def run_case(race: Race, number: int, share: float, name: str, pair: Pair) -> Case:
+def run_case(race: Race, share: float, name: str, pair: Pair) -> Case:
     pair.run(0)  # loads and compiles what is new
     pair.num_wrong = pair.num_late = 0
     flat: list[float] = []
@@ -217,7 +217,6 @@ def run_pairs(race: Race) -> list[Case]:
     for kind, (once, collective) in kinds.items():
         for what, kernel in kernels.items():
             pair = Pair(race, once, collective, kernel)
-            number = len(cases)
-            cases.append(run_case(race, number, (number + 1) / num_cases, f"{kind} {collective.name}, {what}", pair))
+            cases.append(run_case(race, (len(cases) + 1) / num_cases, f"{kind} {collective.name}, {what}", pair))
             log(f"... {cases[-1].name}: {cases[-1].checks}")
     return cases

@@ -8,6 +8,8 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.helpers.toy_steps import NCCL
+
 from benchmarks.conditions import ROOT
 from counterpoint.controls import Control, HeadStart, Priority, ResidencyCap
 from counterpoint.machine import load_machine
@@ -19,14 +21,6 @@ from counterpoint.timeline import Timeline
 
 DATA = ROOT / "tests" / "data"
 MIB = 1 << 20
-NCCL = Footprint(
-    num_ctas=24,
-    threads_per_cta=544,
-    registers_per_thread=96,
-    static_shared_bytes=21568,
-    dynamic_shared_bytes=82240,
-    ctas_per_cluster=4,
-)
 
 
 CUBLAS_KERNEL = "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT"  # what torch 2.11 runs for bf16 matmuls of 8192^3

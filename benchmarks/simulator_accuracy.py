@@ -1,8 +1,6 @@
 """How near the simulator comes to what was measured on H200s: replayed traces and the reference runs."""
 
-import argparse
-
-from benchmarks.conditions import store
+from benchmarks.conditions import asks_to_write, store
 from benchmarks.reference_runs import Comparison, coresidency_runs, head_start_runs, residency_speed_runs, shipped_traces
 from counterpoint.job import load_job
 from counterpoint.metrics import measure
@@ -33,8 +31,7 @@ def _print(title: str, limit: float, comparisons: list[Comparison]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
+    is_stored = asks_to_write(__doc__)
     pairs = head_start_runs()
     groups = {
         "replay of the shipped traces": (0.02, replays()),
@@ -51,7 +48,7 @@ def main() -> None:
             f"  {default.run:40} measured {measured / 1000:+.3f} ms  simulated {simulated / 1000:+.3f} ms  "
             f"share {simulated / measured:.2f}"
         )
-    if parser.parse_args().write:
+    if is_stored:
         result = {
             title: [
                 {

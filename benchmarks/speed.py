@@ -1,6 +1,5 @@
 """How long the parts that a user waits for take: one candidate, `tune`, the import and `--help`."""
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.conditions import ROOT, store
+from benchmarks.conditions import ROOT, asks_to_write, store
 from counterpoint.job import load_job
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
@@ -33,8 +32,7 @@ def _run(*command: str) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="store the result under benchmarks/results/")
+    is_stored = asks_to_write(__doc__)
     trace = str(ROOT / "examples" / "traces" / "ddp.rank0.json.gz")
     job = load_job(trace)
     simulator = Simulator()
@@ -54,7 +52,7 @@ def main() -> None:
     }
     for name, (asked, found) in asked_and_found.items():
         print(f"{name:58} {found:7.3f} s   asked: {asked:g} s")
-    if parser.parse_args().write:
+    if is_stored:
         result = {name: {"seconds": round(found, 4), "asked": asked} for name, (asked, found) in asked_and_found.items()}
         print(f"written to {store('speed', result)}")
 

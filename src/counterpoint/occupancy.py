@@ -53,13 +53,12 @@ class Beside(Value, frozen=True, kw_only=True):
     """The largest residency of a computation kernel that leaves room for one communication CTA on the same SM.
 
     `dynamic_shared_bytes` caps the kernel to it; None if no cap is needed. `carveout_percent` is what the kernel must
-    ask for; it is the present one if that suffices. `limiter` is what one more computation CTA would lack or take away.
+    ask for; it is the present one if that suffices.
     """
 
     ctas_per_sm: int
     dynamic_shared_bytes: int | None
     carveout_percent: int
-    limiter: Limiter
 
 
 def warps_per_cta(gpu: Gpu, footprint: Footprint) -> int:
@@ -138,7 +137,7 @@ def cap_shared_bytes(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> int:
     Because sizes are rounded up to the allocation unit, every value from here to the next multiple has the same effect.
     Raises `OccupancyError` if the kernel's residency is already that low, or if no CTA may use that much.
     """
-    _check_count(ctas_per_sm)
+    require(ctas_per_sm >= 1, OccupancyError, f"CTAs per SM must be at least 1; found {ctas_per_sm}. Ask for 1 or more.")
     present = residency(gpu, footprint)
     require(
         ctas_per_sm < present.ctas_per_sm,
@@ -178,7 +177,6 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
             OccupancyError,
             f"Not one CTA of the {name} kernel fits an SM of this GPU, limited by {fit.limiter}. Check its footprint.",
         )
-    limiter = alone.limiter
     for ctas_per_sm in range(alone.ctas_per_sm, 0, -1):
         found: list[Beside] = []
         for percent in dict.fromkeys((computation.carveout_percent, 100)):
@@ -193,13 +191,11 @@ def largest_residency_beside(gpu: Gpu, computation: Footprint, communication: Fo
                         ctas_per_sm=fit.ctas_per_sm,
                         dynamic_shared_bytes=capped.dynamic_shared_bytes if is_raised else None,
                         carveout_percent=percent,
-                        limiter=limiter,
                     )
                 )
         if found:  # an exact cap may allow fewer CTAs under one carveout than under the other
             return max(found, key=lambda each: each.ctas_per_sm)
-        limiter = lacking
-    raise OccupancyError(_why_nothing_fits(gpu, computation, communication, limiter))
+    raise OccupancyError(_why_nothing_fits(gpu, computation, communication, lacking))
 
 
 def _capped(gpu: Gpu, footprint: Footprint, ctas_per_sm: int) -> Footprint:
@@ -292,10 +288,6 @@ def _offered_bytes(gpu: Gpu, carveout_percent: int, allocated: int) -> int:
 def _step_for(gpu: Gpu, num_bytes: int) -> int:
     """Return the smallest carveout step that holds `num_bytes`; the largest step if none does."""
     return next((step for step in gpu.carveout_steps_bytes if step >= num_bytes), gpu.shared_bytes_per_sm)
-
-
-def _check_count(ctas_per_sm: int) -> None:
-    require(ctas_per_sm >= 1, OccupancyError, f"CTAs per SM must be at least 1; found {ctas_per_sm}. Ask for 1 or more.")
 
 
 def _round_up(number: int, unit: int) -> int:

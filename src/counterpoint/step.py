@@ -340,32 +340,40 @@ def _check_operation(index: int, operation: Operation) -> None:
             number is None or 0 <= number < 1e18, StepError, f"{where}: {name} must be from 0 to below 1e18; found {number}."
         )
     if isinstance(operation, Kernel):
-        require(
-            any(known is not None for known in (operation.lone_us, operation.cta_us, operation.flops, operation.hbm_bytes)),
-            StepError,
-            f"{where} has no time and no amount of work; give lone_us, cta_us, flops or hbm_bytes.",
-        )
-        require(
-            0 <= operation.cta_time_spread <= 10,
-            StepError,
-            f"{where}: cta_time_spread must be from 0 to 10; found {operation.cta_time_spread}.",
-        )
-        require(
-            operation.stage_bytes is None or operation.stage_bytes > 0,
-            StepError,
-            f"{where}: stage_bytes must be above 0; found {operation.stage_bytes}. Leave it out if it is not known.",
-        )
+        _check_kernel(where, operation)
     if isinstance(operation, Collective):
-        require(
-            operation.transport != "copy_engine" or operation.collective not in REDUCING_COLLECTIVES,
-            StepError,
-            f"{where}: copy engines cannot reduce, but {operation.collective} does. Keep transport sm; a plan "
-            "may ask for copies and a sum.",
-        )
-        size = operation.group_size
-        require(
-            operation.parts is None or (operation.collective == "all_to_all" and len(operation.parts.sent_bytes) == size),
-            StepError,
-            f"{where}: parts belong to an all_to_all, one for each of its {size} ranks. Give one for each.",
-        )
-        require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")
+        _check_collective(where, operation)
+
+
+def _check_kernel(where: str, kernel: Kernel) -> None:
+    require(
+        any(known is not None for known in (kernel.lone_us, kernel.cta_us, kernel.flops, kernel.hbm_bytes)),
+        StepError,
+        f"{where} has no time and no amount of work; give lone_us, cta_us, flops or hbm_bytes.",
+    )
+    require(
+        0 <= kernel.cta_time_spread <= 10,
+        StepError,
+        f"{where}: cta_time_spread must be from 0 to 10; found {kernel.cta_time_spread}.",
+    )
+    require(
+        kernel.stage_bytes is None or kernel.stage_bytes > 0,
+        StepError,
+        f"{where}: stage_bytes must be above 0; found {kernel.stage_bytes}. Leave it out if it is not known.",
+    )
+
+
+def _check_collective(where: str, collective: Collective) -> None:
+    require(
+        collective.transport != "copy_engine" or collective.collective not in REDUCING_COLLECTIVES,
+        StepError,
+        f"{where}: copy engines cannot reduce, but {collective.collective} does. Keep transport sm; a plan "
+        "may ask for copies and a sum.",
+    )
+    size = collective.group_size
+    require(
+        collective.parts is None or (collective.collective == "all_to_all" and len(collective.parts.sent_bytes) == size),
+        StepError,
+        f"{where}: parts belong to an all_to_all, one for each of its {size} ranks. Give one for each.",
+    )
+    require(size >= 1, StepError, f"{where}: group_size must be at least 1; found {size}.")

@@ -185,9 +185,9 @@ class FakeRank:
         )
         self.tuner = LiveTuner(job, settings, earlier)
 
-    def mostly(self, num_steps: int = 100) -> Rules:
-        """The table that was in force in most of the last steps: a look of the guard takes turns."""
-        return Counter(self.in_force[-num_steps:]).most_common(1)[0][0]
+    def mostly(self) -> Rules:
+        """The table that was in force in most of the last 100 steps: a look of the guard takes turns."""
+        return Counter(self.in_force[-100:]).most_common(1)[0][0]
 
     def run_step(self, step_time: StepTime) -> None:
         """One step of the job: launches under the table in force, time, and the boundary."""

@@ -48,7 +48,6 @@ def kernel(
     shared_bytes: int = 0,
     cluster: int = 1,
     issued_us: float | None = None,
-    shares_work: bool = False,
 ) -> Kernel:
     """A kernel of 32-thread CTAs that each last `cta_us`; shared memory alone decides how many fit on an SM."""
     return Kernel(
@@ -64,7 +63,6 @@ def kernel(
         ),
         cta_us=cta_us,
         issued_us=issued_us,
-        is_work_sharing=shares_work,
     )
 
 

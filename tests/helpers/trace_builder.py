@@ -71,11 +71,11 @@ class TraceBuilder:
         self._add("cuda_runtime", name, host, 0.5, tid=thread, args={"correlation": self.correlation})
         return self.correlation
 
-    def record(self, host: float, *, name: str = "cudaEventRecordWithFlags", thread: int = 1) -> int:
-        return self.call(name, host, thread)
+    def record(self, host: float, *, name: str = "cudaEventRecordWithFlags") -> int:
+        return self.call(name, host)
 
-    def wait(self, host: float, *, stream: int, event: int, on_stream: int = -1, record: int = -1, thread: int = 1) -> int:
-        correlation = self.call("cudaStreamWaitEvent", host, thread)
+    def wait(self, host: float, *, stream: int, event: int, on_stream: int = -1, record: int = -1) -> int:
+        correlation = self.call("cudaStreamWaitEvent", host)
         arguments = {
             "stream": stream,
             "correlation": correlation,

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
 
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.traces.formats import read_activity
+from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
 
 FILLS_ALL_SMS = {"grid": [2, 66, 1], "block": [384, 1, 1], "registers per thread": 168, "shared memory": 200_000}
 FEW_CTAS = {"grid": [8, 1, 1]}

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
 from counterpoint.analysis.combine import combine
 from counterpoint.analysis.lanes import draw_lanes
@@ -17,6 +16,7 @@ from counterpoint.analysis.values import RankAnalysis
 from counterpoint.analysis.windows import steady_steps
 from counterpoint.kernel_names import short_name
 from counterpoint.traces.formats import read_activity
+from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 PEER = "Memcpy PtoP (Device -> Device)"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
 
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.spans import length, union, within, without
 from counterpoint.traces.formats import read_activity
+from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 # stream, kind, gap before it, duration, how long before its start the host launched it

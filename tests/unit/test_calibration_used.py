@@ -145,8 +145,8 @@ def overlapped() -> list[tuple[Step, Plan]]:
 
 
 @cache
-def answers(calibration: Calibration | None = None) -> list[object]:
-    simulator = Simulator(calibration or CALIBRATION)
+def answers() -> list[object]:
+    simulator = Simulator(CALIBRATION)
     return [(simulator.run(each, H200, how).intervals, simulator.lone_times_us(each, H200, how)) for each, how in cases()]
 
 

@@ -61,7 +61,7 @@ def queried(name: str = "NVIDIA H200", hbm_bytes: int = 150_109_880_320, **attri
     )
 
 
-def peers(rate: float, count: int = 2, *, has_native_atomics: bool = True) -> tuple[Peer, ...]:
+def peers(rate: float, *, has_native_atomics: bool = True) -> tuple[Peer, ...]:
     return tuple(
         Peer(
             source=one,
@@ -70,9 +70,7 @@ def peers(rate: float, count: int = 2, *, has_native_atomics: bool = True) -> tu
             has_native_atomics=has_native_atomics,
             copy_bytes_per_s=rate,
         )
-        for one in range(count)
-        for other in range(count)
-        if one != other
+        for one, other in ((0, 1), (1, 0))
     )
 
 

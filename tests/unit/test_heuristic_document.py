@@ -17,9 +17,10 @@ from counterpoint.schedule import Problem, ScheduleDescription, make_schedule
 from counterpoint.schedule.costs import DEFAULT_COSTS
 from counterpoint.schedule.estimate import estimate, estimate_sequential
 from counterpoint.schedule.heuristic import candidate_descriptions, pick_schedule, rank_candidates
+from helpers.document_tables import rows_by_first_cell
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "heuristic.md"
+DOCUMENT = (ROOT / "docs" / "heuristic.md").read_text()
 HISTORY = ROOT / "docs" / "heuristic_measured.md"
 H200 = load_machine("h200")
 STORED_EVALUATION = ROOT / "benchmarks" / "results" / "heuristic_accuracy.json"
@@ -28,13 +29,6 @@ STORED_EVALUATION = ROOT / "benchmarks" / "results" / "heuristic_accuracy.json"
 @pytest.fixture(scope="module")
 def stored() -> dict[str, dict]:
     return json.loads(STORED_EVALUATION.read_text())["result"]
-
-
-def rows(heading: str) -> dict[str, list[str]]:
-    """Cells of the table whose first heading is `heading`, by their first cell."""
-    table = DOCUMENT.read_text().split(f"\n| {heading} |", maxsplit=1)[1].split("\n\n", maxsplit=1)[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {first: rest for first, *rest in cells}
 
 
 def cells(found: dict[str, float]) -> list[str]:
@@ -61,12 +55,12 @@ def test_the_table_of_the_document_is_the_stored_evaluation(stored: dict[str, di
     expected = {name: cells(found) for name, found in stored["figures"].items()}
     expected |= {f"{name}, when measured": cells(found) for name, found in stored["when_measured"].items()}
     expected |= {f"leave one out, {name}": cells(found) for name, found in stored["leave_one_out"]["figures"].items()}
-    assert rows("cases") == expected
+    assert rows_by_first_cell(DOCUMENT, "cases") == expected
 
 
 def test_the_constants_in_the_document_are_those_of_the_model() -> None:
     named = {name: f"{getattr(DEFAULT_COSTS, name):g}" for name in DEFAULT_COSTS.__struct_fields__}
-    assert {name.strip("`"): values[0] for name, values in rows("constant").items()} == named
+    assert {name: values[0] for name, values in rows_by_first_cell(DOCUMENT, "constant").items()} == named
 
 
 @pytest.mark.parametrize("num_gpus", STORED)
@@ -85,14 +79,14 @@ def test_the_ordering_on_direct_links_is_that_of_the_estimate() -> None:
         picked, shards = pick_schedule(problem, machine).description, ScheduleDescription()
         faster.append(sequential_us / estimate(make_schedule(problem, picked), problem, machine).makespan_us)
         slower.append(estimate(make_schedule(problem, shards), problem, machine).makespan_us / sequential_us)
-    as_picked, by_shards = rows("schedule").values()
+    as_picked, by_shards = rows_by_first_cell(DOCUMENT, "schedule").values()
     mean = statistics.geometric_mean(faster)
     assert as_picked[0] == f"{min(faster):.2f}x to {max(faster):.2f}x faster, {mean:.2f}x in the geometric mean"
     assert by_shards[0] == f"{min(slower):.2f}x to {max(slower):.2f}x slower"
 
 
 def test_the_page_says_how_many_of_the_shapes_of_all_seeds_are_picked_well(stored: dict[str, dict]) -> None:
-    text = " ".join(DOCUMENT.read_text().split())
+    text = " ".join(DOCUMENT.split())
     seeds = [found for name, found in stored["figures"].items() if name.startswith("seed") and name.endswith("all")]
     then = stored["when_measured"]["seed 20261124"]
     near, num_cases = (sum(found[name] for found in seeds) for name in ("within_one_percent", "cases"))

@@ -32,8 +32,8 @@ def matmul(cta_us: float) -> Kernel:
     return replace(kernel(64, cta_us), character="matmul")
 
 
-def gather(after: int, stream: int = 2, lone_us: float = 90.0) -> Collective:
-    return replace(all_reduce(lone_us, stream=stream, after=after), name="gather", collective="all_gather")
+def gather(after: int) -> Collective:
+    return replace(all_reduce(90.0, stream=2, after=after), name="gather", collective="all_gather")
 
 
 def waiting(operation: Kernel, *numbers: int) -> Kernel:

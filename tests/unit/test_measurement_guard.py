@@ -9,13 +9,13 @@ from counterpoint.measurement.guard import LOOK_ROUNDS, MOST_LOOK_ROUNDS, Guard,
 from counterpoint.measurement.values import Order
 
 
-def look(guard: Guard, ratio: float, noise: random.Random, sigma: float = 0.03) -> tuple[str, int]:
+def look(guard: Guard, ratio: float, noise: random.Random) -> tuple[str, int]:
     """One whole look at a plan whose steps take `ratio` of the job's: the outcome, and its rounds."""
     order, outcome, num_rounds = guard.look(), "go on", 0
     while outcome == "go on":
         assert isinstance(order, Order)
         for number in range(order.first_round, order.first_round + order.num_rounds):
-            turns = [[1000.0 * factor * math.exp(noise.gauss(0, sigma)) for _ in range(2)] for factor in (1.0, ratio)]
+            turns = [[1000.0 * factor * math.exp(noise.gauss(0, 0.03)) for _ in range(2)] for factor in (1.0, ratio)]
             guard.add(number, turns)
         num_rounds += order.num_rounds
         outcome = guard.settle()

@@ -170,9 +170,8 @@ def test_critical_path_is_the_longest_chain_of_streams_and_dependencies(drawn: t
     assert critical_path_us(step, times) == max(longest_chain_to(index) for index in range(len(times)))
 
 
-def kernel(stream: int, *, waits_for: tuple[int, ...] = (), issued_us: float | None = None) -> Kernel:
-    waits = tuple(Dependency(operation=number) for number in waits_for)
-    return Kernel(name="kernel", stream=stream, footprint=FOOTPRINT, lone_us=1.0, waits_for=waits, issued_us=issued_us)
+def kernel(stream: int, *, issued_us: float | None = None) -> Kernel:
+    return Kernel(name="kernel", stream=stream, footprint=FOOTPRINT, lone_us=1.0, issued_us=issued_us)
 
 
 def transfer(stream: int, *, waits_for: tuple[int, ...] = ()) -> Copy:

@@ -42,10 +42,8 @@ def test_a_plan_that_came_from_another_process_has_the_same_fingerprint() -> Non
     assert msgspec.json.encode(copy) != msgspec.json.encode(OF_OPERATORS)
 
 
-def measured(label: str, ratio: float, spread: float, num_rounds: int = 15) -> Measurement:
-    return Measurement(
-        label=label, median_us=1000 * ratio, least_us=990 * ratio, ratio=ratio, spread=spread, num_rounds=num_rounds
-    )
+def measured(label: str, ratio: float, spread: float) -> Measurement:
+    return Measurement(label=label, median_us=1000 * ratio, least_us=990 * ratio, ratio=ratio, spread=spread, num_rounds=15)
 
 
 def tuned(measurements: list[Measurement], name: str = NAME, estimated: int = 0, chosen: int = 0) -> TunedOperator:

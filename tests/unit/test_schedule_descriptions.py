@@ -31,8 +31,9 @@ def schedule_of(operation: str, num_rows: int = 16, **choices: object) -> CopySc
     return make_schedule(problem(operation, num_rows=num_rows), ScheduleDescription(**choices))
 
 
-def of_kind(schedule: CopySchedule, kind: str, rank: int = 0) -> list[Action]:
-    return [action for action in schedule.actions if action.kind == kind and action.rank == rank]
+def of_kind(schedule: CopySchedule, kind: str) -> list[Action]:
+    """The actions of that kind of the first rank."""
+    return [action for action in schedule.actions if action.kind == kind and action.rank == 0]
 
 
 @given(schedule=schedules())

@@ -5,17 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from counterpoint.planner.candidates import LEAST_CTA_US, LEAST_KEPT
+from helpers.document_tables import rows_by_first_cell
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "shaping.md").read_text()
 RUNS = json.loads((ROOT / "benchmarks" / "results" / "shaping_map_2x_h200.json").read_text())["runs"]
-
-
-def rows(heading: str) -> dict[str, list[str]]:
-    """Cells of the table whose first heading is `heading`, by their first cell."""
-    table = DOCUMENT.split(f"\n| {heading} |", maxsplit=1)[1].split("\n\n", maxsplit=1)[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {first: rest for first, *rest in cells}
 
 
 def ms(variant: dict[str, Any]) -> str:
@@ -45,7 +39,7 @@ def as_stored(step: dict[str, Any]) -> list[str]:
 
 def test_the_map_is_as_measured() -> None:
     stored = {f"{step['kernel']}, {number}": as_stored(step) for number, run in enumerate(RUNS, 1) for step in run["steps"]}
-    assert rows("kernel, run") == stored
+    assert rows_by_first_cell(DOCUMENT, "kernel, run") == stored
 
 
 def test_the_rule_is_the_planners() -> None:

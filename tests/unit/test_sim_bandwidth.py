@@ -116,11 +116,11 @@ def test_taking_from_the_fullest_agrees_with_taking_one_unit_at_a_time(
 # Interference
 
 
-def streaming(num_mib: int, *, stream: int = 1) -> Kernel:
+def streaming(num_mib: int) -> Kernel:
     """An elementwise kernel that reads and writes `num_mib` each: 16 CTAs of 128 threads live on an SM."""
     return Kernel(
         name="elementwise",
-        stream=stream,
+        stream=1,
         footprint=Footprint(num_ctas=num_mib * 512, threads_per_cta=128, registers_per_thread=32),
         character="streaming",
         hbm_bytes=2.0 * num_mib * MIB,

@@ -25,8 +25,8 @@ def plan(*controls: Control, **match: object) -> Plan:
     return Plan(directives=(Directive(match=found, controls=controls, reason="test"),))
 
 
-def collective(kind: CollectiveKind = "all_gather", num_bytes: int = 8 << 20, ranks: int = 2) -> Collective:
-    return Collective(name=kind, stream=1, collective=kind, num_bytes=num_bytes, group_size=ranks, footprint=NCCL)
+def collective(kind: CollectiveKind = "all_gather", num_bytes: int = 8 << 20) -> Collective:
+    return Collective(name=kind, stream=1, collective=kind, num_bytes=num_bytes, group_size=2, footprint=NCCL)
 
 
 def step(*operations: Kernel | Collective, ranks: int = 2) -> Step:

@@ -40,11 +40,11 @@ TIMES_US = st.floats(1.0, 500.0)
 
 
 @st.composite
-def footprints(draw: st.DrawFn, max_ctas: int = 20_000) -> Footprint:
+def footprints(draw: st.DrawFn) -> Footprint:
     """Launches that fit an SM of every shipped NVIDIA machine."""
     threads = draw(st.sampled_from([32, 64, 128, 256, 384, 512, 1024]))
     return Footprint(
-        num_ctas=draw(st.one_of(st.integers(1, 300), st.integers(1, max_ctas))),
+        num_ctas=draw(st.one_of(st.integers(1, 300), st.integers(1, 20_000))),
         threads_per_cta=threads,
         registers_per_thread=draw(st.sampled_from([16, 32, 64, 96, 128, 168])) if threads <= 384 else 32,
         dynamic_shared_bytes=draw(st.sampled_from([0, 4096, 16_384, 32_768, 65_536, 90_000])),

@@ -36,9 +36,9 @@ def matmul(rows: int, inner: int, columns: int, tile: str, lone_us: float) -> Ke
     )
 
 
-def holding(num_ctas: int, cluster: int, cta_us: float, stream: int = 1) -> Kernel:
+def holding(num_ctas: int, cluster: int, cta_us: float) -> Kernel:
     footprint = msgspec.structs.replace(NCCL, num_ctas=num_ctas, ctas_per_cluster=cluster)
-    return Kernel(name="holding SMs", stream=stream, footprint=footprint, cta_us=cta_us)
+    return Kernel(name="holding SMs", stream=1, footprint=footprint, cta_us=cta_us)
 
 
 def spans(*operations: Kernel) -> list[tuple[float, float]]:

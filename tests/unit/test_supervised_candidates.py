@@ -260,9 +260,9 @@ def test_a_gain_that_is_not_proven_says_what_was_needed() -> None:
     assert "1.2 % faster, but with this many rounds, 3.0 % is needed to tell a gain from noise" in plan.summary
 
 
-def measured(ratio: float, spread: float = 0.01, median_us: float = 1000.0) -> tuple[Measurement, Measurement]:
+def measured(ratio: float, *, median_us: float = 1000.0) -> tuple[Measurement, Measurement]:
     alone = Measurement(label="as it is", median_us=median_us, least_us=1, ratio=1, spread=0.01, num_rounds=5)
-    plan = Measurement(label="p", median_us=median_us * ratio, least_us=1, ratio=ratio, spread=spread, num_rounds=5)
+    plan = Measurement(label="p", median_us=median_us * ratio, least_us=1, ratio=ratio, spread=0.01, num_rounds=5)
     return alone, plan
 
 

@@ -55,10 +55,6 @@ def makespan_us(result: TracedStep) -> float:
     return max(interval.end_us for interval in result.timeline.intervals)
 
 
-def collectives(step: Step) -> list[Collective]:
-    return [operation for operation in step.operations if isinstance(operation, Collective)]
-
-
 def producers(step: Step, index: int) -> list[str]:
     return [step.operations[dependency.operation].name for dependency in step.operations[index].waits_for]
 
@@ -148,7 +144,7 @@ def test_only_the_launch_bound_trace_keeps_issue_times() -> None:
     ],
 )
 def test_every_collective_is_known_with_its_group_and_cluster(name: str, kind: str, count: int) -> None:
-    found = [item for item in collectives(traced(name).step) if item.collective == kind]
+    found = [item for item in traced(name).step.collectives().values() if item.collective == kind]
     assert len(found) == count
     assert {item.group_size for item in found} == {4}
     for footprint in [item.footprint for item in found if item.footprint]:
@@ -156,7 +152,7 @@ def test_every_collective_is_known_with_its_group_and_cluster(name: str, kind: s
 
 
 def test_an_all_gather_counts_its_output_and_a_reduce_scatter_its_input() -> None:
-    sizes = {item.collective: item.num_bytes for item in collectives(traced("fsdp2.rank0").step)}
+    sizes = {item.collective: item.num_bytes for item in traced("fsdp2.rank0").step.collectives().values()}
     # One layer's 201 million bf16 elements: gathered, and later scattered, as a whole.
     assert sizes["all_gather"] == sizes["reduce_scatter"] == 402_685_952
 

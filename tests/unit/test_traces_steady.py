@@ -14,12 +14,12 @@ from counterpoint.traces.steady import divide_into_steps
 from helpers.trace_builder import MATMUL, TraceBuilder
 
 
-def running_ahead(num_steps: int = 4) -> TraceBuilder:
-    """Steps of two matmuls of 40 us; each step's collective waits for nothing and runs a step ahead of its matmuls."""
+def running_ahead() -> TraceBuilder:
+    """Four steps of two matmuls of 40 us; each step's collective waits for nothing and runs a step ahead of its matmuls."""
     trace = TraceBuilder()
-    for number in range(num_steps):
+    for number in range(4):
         trace.step(10.0 * number, 10.0 * number + 10)
-    for number in range(num_steps):
+    for number in range(4):
         trace.collective(100.0 * number - 85 if number else 1, 60 if number else 3, host=10.0 * number + 1)
         for place in range(2):
             trace.kernel(MATMUL, 100.0 * number + 5 + 45 * place, 40, host=10.0 * number + 2 + place)

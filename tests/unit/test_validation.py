@@ -113,9 +113,9 @@ def test_every_case_is_predicted_under_every_control_and_from_sizes(num_ranks: i
     assert expected <= labels
 
 
-def row(label: str, measured_us: float, predicted_us: float, group: str = "g") -> PredictedRow:
+def row(label: str, measured_us: float, predicted_us: float) -> PredictedRow:
     return PredictedRow(
-        group=group,
+        group="g",
         family="pairs",
         label=label,
         measured_us=measured_us,
@@ -172,15 +172,15 @@ def test_a_plan_that_was_measured_under_two_names_is_one_variant(tmp_path: Path)
     assert len(outcome.origins[0].rows) == len(case.rows)
 
 
-def a_set(num_gpus: int = 2) -> MeasuredSet:
-    case = cases_for(num_gpus)[0]
-    step = captured(case, num_gpus)
+def a_set() -> MeasuredSet:
+    case = cases_for(2)[0]
+    step = captured(case, 2)
     rows = tuple(
         MeasuredRow(label=label, setting="captured", plan=plan, measured_us=9000.0, ratio=1.0, spread=0.0, num_rounds=5)
         for label, plan in plans_of(case, step, MACHINE).items()
     )
     found = MeasuredCase(name=case.name, step=step, rows=rows)
-    return MeasuredSet(digest=set_digest(num_gpus), machine="h200", num_gpus=num_gpus, conditions={}, cases=(found,))
+    return MeasuredSet(digest=set_digest(2), machine="h200", num_gpus=2, conditions={}, cases=(found,))
 
 
 def test_measurements_survive_a_trip_through_their_file(tmp_path: Path) -> None:

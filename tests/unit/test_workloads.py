@@ -37,18 +37,14 @@ bytes = "2 MiB"
 """
 
 
-def write(folder: Path, body: str, head: str = 'name = "mine"\nnum_ranks = 4\n') -> str:
+def write(folder: Path, body: str) -> str:
     path = folder / "mine.toml"
-    path.write_text(head + body)
+    path.write_text('name = "mine"\nnum_ranks = 4\n' + body)
     return str(path)
 
 
 def kernels(step: Step) -> list[Kernel]:
     return [operation for operation in step.operations if isinstance(operation, Kernel)]
-
-
-def collectives(step: Step) -> list[Collective]:
-    return [operation for operation in step.operations if isinstance(operation, Collective)]
 
 
 def test_the_first_papers_workloads_ship_with_both_tiles() -> None:
@@ -67,7 +63,7 @@ def test_paper_workload_has_the_papers_sizes(name: str) -> None:
         assert gemm.footprint.num_ctas == 128 * n // 64
         assert (gemm.footprint.shared_bytes, gemm.footprint.registers_per_thread) == (shared_bytes, registers)
         assert (gemm.footprint.threads_per_cta, gemm.character, gemm.lone_us) == (128, "matmul", None)
-    for operation in collectives(step):
+    for operation in step.collectives().values():
         assert operation.collective == {"ar": "all_reduce", "a2a": "all_to_all"}[collective]
         assert (operation.num_bytes, operation.group_size, operation.footprint) == (896 * MIB, 4, None)
 
@@ -89,7 +85,7 @@ def test_a_cta_sweep_changes_the_ctas_of_every_gemm_and_not_the_work(num_ctas: i
     swept, usual = load_workload("cb_ar_opt1", num_ctas=num_ctas), load_workload("cb_ar_opt1")
     assert {kernel.footprint.num_ctas for kernel in kernels(swept)} == {num_ctas}
     assert [(k.flops, k.hbm_bytes) for k in kernels(swept)] == [(k.flops, k.hbm_bytes) for k in kernels(usual)]
-    assert collectives(swept) == collectives(usual)
+    assert swept.collectives() == usual.collectives()
     assert swept.fingerprint() != usual.fingerprint()
 
 
@@ -158,7 +154,7 @@ def test_operations_come_after_what_they_wait_for_whatever_the_order_of_the_file
 
 
 def test_a_collective_that_names_its_ctas_gets_nccls_kernel(tmp_path: Path) -> None:
-    (operation,) = collectives(load_workload(write(tmp_path, COLLECTIVE + "num_ctas = 24\n")))
+    (operation,) = load_workload(write(tmp_path, COLLECTIVE + "num_ctas = 24\n")).collectives().values()
     assert operation.footprint is not None
     assert (operation.footprint.num_ctas, operation.footprint.ctas_per_cluster) == (24, 4)
     assert (operation.footprint.threads_per_cta, operation.footprint.registers_per_thread) == (544, 96)
@@ -166,7 +162,7 @@ def test_a_collective_that_names_its_ctas_gets_nccls_kernel(tmp_path: Path) -> N
 
 
 def test_a_cluster_that_does_not_divide_the_ctas_is_dropped_as_nccl_does(tmp_path: Path) -> None:
-    (operation,) = collectives(load_workload(write(tmp_path, COLLECTIVE + "num_ctas = 6\n")))
+    (operation,) = load_workload(write(tmp_path, COLLECTIVE + "num_ctas = 6\n")).collectives().values()
     assert operation.footprint is not None
     assert operation.footprint.ctas_per_cluster == 1
 
@@ -174,7 +170,8 @@ def test_a_cluster_that_does_not_divide_the_ctas_is_dropped_as_nccl_does(tmp_pat
 def test_a_copy_and_a_smaller_group_are_taken_as_described(tmp_path: Path) -> None:
     copy = '[[copies]]\nname = "push"\nstream = 2\ndirection = "peer_to_peer"\nbytes = 4096\nwaits_for = ["sum"]\n'
     step = load_workload(write(tmp_path, COLLECTIVE + "group_size = 2\n" + copy))
-    assert collectives(step)[0].group_size == 2
+    (collective,) = step.collectives().values()
+    assert collective.group_size == 2
     assert [(operation.name, operation.kind) for operation in step.operations] == [
         ("sum", "communication"),
         ("push", "communication"),

@@ -17,7 +17,7 @@ Run = list[int]  # operations of one stream and role that are drawn as one
 def draw_lanes(timed: TimedTrace, roles: tuple[Role, ...], window: Span) -> tuple[tuple[LaneInterval, ...], tuple[str, ...]]:
     """Return everything that ran in the window, cut to it, by stream and start, and the names that it refers to."""
     runs = [run for _, line in sorted(timed.streams.items()) for run in _runs(timed, line, window)]
-    runs = _merged(timed, roles, runs, MOST_INTERVALS)
+    runs = _merged(timed, roles, runs)
     numbers: dict[str, int] = {}
     lanes = []
     for run in runs:
@@ -43,17 +43,17 @@ def _runs(timed: TimedTrace, line: Sequence[int], window: Span) -> list[Run]:
     return [[index] for index in line[first:last]]
 
 
-def _merged(timed: TimedTrace, roles: tuple[Role, ...], runs: list[Run], most: int) -> list[Run]:
-    """Join neighbors of one stream and role until at most `most` runs are left; the shortest joint spans go first."""
-    while len(runs) > most:
+def _merged(timed: TimedTrace, roles: tuple[Role, ...], runs: list[Run]) -> list[Run]:
+    """Join neighbors of one stream and role until at most `MOST_INTERVALS` are left; the shortest joint spans go first."""
+    while len(runs) > MOST_INTERVALS:
         spans = [_joint_span(timed, roles, before, after) for before, after in pairwise(runs)]
         possible = sorted(span for span in spans if span is not None)
         if not possible:
             break
-        limit = possible[min(len(runs) - most, len(possible)) - 1]
+        limit = possible[min(len(runs) - MOST_INTERVALS, len(possible)) - 1]
         joined = [runs[0]]
         for run, span in zip(runs[1:], spans, strict=True):
-            if span is not None and span <= limit and len(runs) > most:
+            if span is not None and span <= limit and len(runs) > MOST_INTERVALS:
                 joined[-1] = joined[-1] + run
             else:
                 joined.append(run)

@@ -337,10 +337,7 @@ def _show_how_to_apply(console: "Console", results: list["PaperResult"]) -> None
 
 
 def _save(
-    results: Sequence[object],
-    output: Path | None,
-    conditions: dict[str, object],
-    bounds: "Mapping[str, ErrorBounds]" = NO_BOUNDS,
+    results: Sequence[object], output: Path | None, conditions: dict[str, object], bounds: "Mapping[str, ErrorBounds]"
 ) -> None:
     """Store the results with the conditions under which they were obtained, in one object, as benchmarks do."""
     if output is not None:

@@ -73,7 +73,7 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     from counterpoint.cuda.probes.runner import check_fit, open_nvml  # noqa: PLC0415
 
     nvml = open_nvml()
-    state = None if nvml is None else check_fit(nvml, "The GPU")  # before this process uses it
+    state = None if nvml is None else check_fit(nvml)  # before this process uses it
     rank = join_ranks(INSTEAD)
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
     from counterpoint.cuda.device_query import query_devices  # noqa: PLC0415

@@ -30,8 +30,12 @@ from counterpoint.value import PACKAGE, check_outputs, write_json
 
 if TYPE_CHECKING:
     from counterpoint.job import Job
+    from counterpoint.machine import Machine
     from counterpoint.planner import Trial
+    from counterpoint.planner.measured import MeasuredTuning
     from counterpoint.report.summary import Summary
+    from counterpoint.report.to_apply import PlanOrigin
+    from counterpoint.step import Step
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz, .sqlite), a workload file (.toml) or the name of a workload"
@@ -266,6 +270,7 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         )
     from counterpoint.cuda.capture import capture  # noqa: PLC0415
     from counterpoint.planner.on_gpu import machine_of, tune_captured  # noqa: PLC0415
+    from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
 
     captured = capture(step_fn, step)
     machine = load_machine(machine_name) if machine_name else machine_of(captured)
@@ -274,17 +279,24 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
         return
     if output is not None:
         save_plan(tuning.plan, output)
+    finding = ("counterpoint", "tune", step, *_option("--machine", machine_name))
+    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
+    _print_measured(captured.read.step, machine, tuning, origin, is_json)
+    if output is not None and not is_json:
+        print(f"Plan saved to {output}.")
+
+
+def _print_measured(step: "Step", machine: "Machine", tuning: "MeasuredTuning", origin: "PlanOrigin", is_json: bool) -> None:
+    """Print what was measured of a captured step, as `_print_summary` does what was simulated."""
     from counterpoint.planner.job_changes import find_job_changes  # noqa: PLC0415
     from counterpoint.report import gpu, text  # noqa: PLC0415
     from counterpoint.report.plan import print_job_changes, print_to_apply  # noqa: PLC0415
     from counterpoint.report.refusals import print_left_out  # noqa: PLC0415
-    from counterpoint.report.to_apply import PlanOrigin, ways_to_apply  # noqa: PLC0415
+    from counterpoint.report.to_apply import ways_to_apply  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    finding = ("counterpoint", "tune", step, *_option("--machine", machine_name))
-    origin = PlanOrigin(file=None if output is None else str(output), finding=finding, is_captured=True)
     to_apply = ways_to_apply(tuning.plan, origin)
-    job_changes = None if to_apply else find_job_changes(captured.read.step, machine, Simulator())
+    job_changes = None if to_apply else find_job_changes(step, machine, Simulator())
     if is_json:
         print(
             write_json(
@@ -298,9 +310,8 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
             )
         )
         return
-
     console = text.new_console()
-    text.print_step(console, captured.read.step, machine)
+    text.print_step(console, step, machine)
     text.print_plan(console, tuning.plan)
     gpu.print_measurements(console, tuning.comparison.measurements)
     gpu.print_engagements(console, tuning.engagements)
@@ -308,8 +319,6 @@ def _tune_function(step: str, machine_name: str | None, output: Path | None, is_
     if job_changes is not None:
         print_job_changes(console, job_changes)
     print_left_out(console, tuning.plan)
-    if output is not None:
-        print(f"Plan saved to {output}.")
 
 
 def _did_you_mean(name: str, names: Collection[str]) -> str:

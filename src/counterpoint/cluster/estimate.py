@@ -5,7 +5,6 @@ What is folded: data, tensor, context and expert ranks are alike, so one rank of
 equal micro-batches count once. What is left out: the embedding's lookup, the host between steps, input, checkpoints.
 """
 
-import math
 from functools import cached_property
 from statistics import NormalDist
 
@@ -345,8 +344,3 @@ def _longer(times: StageTimes, forward_us: float, backward_us: float, weights_us
         backward_us=times.backward_us + backward_us,
         weights_us=times.weights_us + weights_us,
     )
-
-
-def efficiency(larger: ClusterEstimate, smaller: ClusterEstimate) -> float:
-    """Return the tokens per second and GPU of one step relative to another's."""
-    return larger.tokens_per_s_per_gpu / smaller.tokens_per_s_per_gpu if smaller.tokens_per_s_per_gpu else math.nan

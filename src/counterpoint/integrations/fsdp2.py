@@ -328,17 +328,7 @@ def use_copy_engines(
     on average, go through flat buffers. `across_hosts`: whether collectives of several hosts are split into two
     levels. `is_on`: False leaves everything to the library until `use(...)`. Raises `IntegrationError`.
     """
-    require(
-        isinstance(model, nn.Module),
-        IntegrationError,
-        f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Pass the model.",
-    )
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    require(
-        bool(modules),
-        IntegrationError,
-        f"No module of {type(model).__name__} is sharded by FSDP2. Call torch.distributed.fsdp.fully_shard on it first.",
-    )
+    groups = _groups_of(model)
     require(
         num_buffers is None or (isinstance(num_buffers, int) and 2 <= num_buffers <= MAX_BUFFERS),
         IntegrationError,
@@ -349,10 +339,6 @@ def use_copy_engines(
     require_least_piece(least_piece_bytes)
     require_across_hosts(across_hosts)
     require_switch(is_on=is_on)
-    groups: dict[FSDPParamGroup, str] = {}
-    for name, module in modules.items():
-        for parameters in _parameters_of(module):
-            groups.setdefault(parameters, name or "the root")  # modules that were sharded as a list share a group
     _require_untaken(groups)
     obstacles = {parameters: _obstacle_to(parameters) for parameters in groups}
     refused = {groups[parameters]: obstacle for parameters, obstacle in obstacles.items() if obstacle}
@@ -370,6 +356,26 @@ def use_copy_engines(
         in_use.take_over(parameters)
     in_use.use(gathers=is_on, reduces=is_on)
     return in_use
+
+
+def _groups_of(model: nn.Module) -> dict[FSDPParamGroup, str]:
+    """Return the model's groups of parameters with the names of their modules. Raises `IntegrationError` without any."""
+    require(
+        isinstance(model, nn.Module),
+        IntegrationError,
+        f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Pass the model.",
+    )
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    require(
+        bool(modules),
+        IntegrationError,
+        f"No module of {type(model).__name__} is sharded by FSDP2. Call torch.distributed.fsdp.fully_shard on it first.",
+    )
+    groups: dict[FSDPParamGroup, str] = {}
+    for name, module in modules.items():
+        for parameters in _parameters_of(module):
+            groups.setdefault(parameters, name or "the root")  # modules that were sharded as a list share a group
+    return groups
 
 
 def _obstacle_to(parameters: FSDPParamGroup) -> str:

@@ -68,7 +68,7 @@ class ExpertCopies(AbstractExpertCopies):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, agreement: Agreement) -> None:
         self.rank, self._num_ranks = int(group.rank()), int(group.size())
-        self._group, self.device = group, device
+        self.device = device
         self.peers = tuple((self.rank + turn) % self._num_ranks for turn in range(1, self._num_ranks))
         self.signals = NumberedSignals(group, device, agreement, NUM_FLAGS)
         self._watch = self.signals.flags.watch

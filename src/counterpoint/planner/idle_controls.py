@@ -33,18 +33,16 @@ def review_plan(step: Step, machine: Machine, plan: Plan) -> tuple[str, ...]:
         for index in accepted[place[0]]:
             winners[index, control.tag] = place
     notes = [f"Directive {number} holds no control." for number, each in enumerate(plan.directives) if not each.controls]
+    overlapped = {index for index, tag in winners if tag == "overlap_matmul"}
     num_active = 0
     for place, control in _controls(plan):
         targets = accepted[place[0]]
+        own = [index for index in targets if winners[index, control.tag] == place]
         replaced = [index for index in targets if winners[index, control.tag] != place]
-        overlapped = {index for index, tag in winners if tag == "overlap_matmul"}
         idle = [
-            i
-            for i in targets
-            if i not in set(replaced)
-            and (_is_overruled(i, control, overlapped) or not _changes(step.operations[i], control, machine.gpu))
+            i for i in own if _is_overruled(i, control, overlapped) or not _changes(step.operations[i], control, machine.gpu)
         ]
-        num_active += len(targets) - len(replaced) - len(idle)
+        num_active += len(own) - len(idle)
         what = f"Directive {place[0]}: {control.describe()}"
         if replaced:
             later = winners[replaced[0], control.tag]

@@ -140,9 +140,7 @@ def _unsimulated(step: Step, machine: Machine, simulated: Tuning) -> Iterator[Tr
 def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Contender], list[Refusal]]:
     """Return the best simulated candidate of each combination of controls, best first, and what cannot be applied here.
 
-    It also returns every pair of controls that may help alone, because candidates with equal simulated times often
-    differ on a GPU. Copies with and without reductions both take part. Copies are paired with other controls only if
-    some collectives stay on SMs.
+    It also returns pairs of controls that may help alone. Copies with and without reductions both take part.
     """
     best: dict[Kinds, Contender] = {}
     refusals: list[Refusal] = []
@@ -162,14 +160,7 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
             is_unpredicted = kinds == (CAP,)  # what a cap does to the kernel itself
             if len(kinds) == 1 and (is_unpredicted or trial.makespan_us < trials[0].makespan_us * (1 + SIMULATION_ERROR)):
                 promising.append(kinds[0])
-    for pair in combinations(promising, 2):
-        parts = [best[kind,] for kind in pair]
-        directives = tuple(directive for part in parts for directive in part.directives)
-        label = " + ".join(part.label for part in parts)
-        num_moving = sum((kind,) in MOVES for kind in pair)
-        is_effective = num_moving == 0 or (_is_some_left(captured, directives) and not _unmet(captured, label, directives))
-        if num_moving < 2 and is_effective:
-            best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
+    _add_pairs(captured, best, promising)
     favorite = next(iter(best), ())
     # the simulator's favorite, then copies, then pairs that it may have found no better than one of the two, then the
     # others, and last pairs with a cap, which is no part of most steps' best plans
@@ -178,6 +169,20 @@ def _applicable(captured: Replayable, trials: Sequence[Trial]) -> tuple[list[Con
         key=lambda kinds: (kinds != favorite, kinds not in MOVES, CAP in kinds and len(kinds) > 1, len(kinds) < 2),
     )
     return [best[kinds] for kinds in ordered], refusals
+
+
+def _add_pairs(captured: Replayable, best: dict[Kinds, Contender], promising: Sequence[str]) -> None:
+    """Add every pair of controls that may help alone, because candidates with equal simulated times often differ on a GPU.
+    Copies are paired with other controls only if some collectives stay on SMs.
+    """
+    for pair in combinations(promising, 2):
+        parts = [best[kind,] for kind in pair]
+        directives = tuple(directive for part in parts for directive in part.directives)
+        label = " + ".join(part.label for part in parts)
+        num_moving = sum((kind,) in MOVES for kind in pair)
+        is_effective = num_moving == 0 or (_is_some_left(captured, directives) and not _unmet(captured, label, directives))
+        if num_moving < 2 and is_effective:
+            best.setdefault(tuple(sorted(pair)), Contender(label=label, directives=directives))
 
 
 def _movable(captured: Replayable, directives: tuple[Directive, ...]) -> tuple[tuple[Directive, ...], list[Refusal]]:

@@ -42,8 +42,8 @@ def headline_box(console: Console, analysis: Analysis) -> Panel:
     """Return the verdict, why and next, with the figures of a mean step, in a frame."""
     headline = analysis.headline
     parts: list[Text | Table] = [Text(printable(headline.verdict), style="bold")]
-    if key_figures(analysis):
-        parts.append(figures_line(analysis))
+    if figures := key_figures(analysis):
+        parts.append(Text(", ".join(f"{name} {figure}" for name, figure in figures), style="dim"))
     for title, lines in (("why", headline.why), ("next", headline.next)):
         if lines:
             parts += [Text(title, style="bold cyan"), bullets(Text(printable(line)) for line in lines)]
@@ -51,11 +51,6 @@ def headline_box(console: Console, analysis: Analysis) -> Panel:
     return Panel(
         Group(*parts), box=frame, title=Text(f" {subject(analysis)} ", style="bold"), title_align="left", padding=(0, 1)
     )
-
-
-def figures_line(analysis: Analysis) -> Text:
-    """Describe a mean steady step in one line."""
-    return Text(", ".join(f"{name} {figure}" for name, figure in key_figures(analysis)), style="dim")
 
 
 def _print_table(console: Console, table: FigureTable) -> None:

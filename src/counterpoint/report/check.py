@@ -39,7 +39,7 @@ def print_check(console: Console, checked: Checked) -> None:
             (finding.severity, STYLES[finding.severity]), "  ", (finding.setting, "bold"), f": {finding.found}"
         )
         console.print(found)
-        console.print(_paragraph(finding))
+        console.print(_labelled([("why", finding.fact), ("do", finding.remedy), ("source", finding.source)]))
         console.print()
     console.print(Text(_verdict(checked.findings), style="bold"))
     console.print(
@@ -101,10 +101,6 @@ def _verdict(findings: Sequence[Finding]) -> str:
         format_count(defeats, "setting defeats overlap", "settings defeat overlap") if defeats else "Nothing defeats overlap"
     )
     return f"{settings}; {may} may; {format_count(notes, 'note')}."
-
-
-def _paragraph(finding: Finding) -> Table:
-    return _labelled([("why", finding.fact), ("do", finding.remedy), ("source", finding.source)])
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:

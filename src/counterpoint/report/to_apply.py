@@ -59,7 +59,7 @@ def ways_to_apply(plan: Plan, origin: PlanOrigin, step: Step | None = None) -> t
         return ()
     by_file = tuple(_by_file(plan, origin, step))
     if by_file and origin.file is None and origin.finding:
-        lines = (_save_command(origin, PLAN_FILE),)
+        lines = (_save_command(origin),)
         by_file = (Application(controls=(), where="first, save the plan", lines=lines), *by_file)
     return (*by_file, *_by_hand(plan.directives))
 
@@ -102,11 +102,11 @@ def _by_hand(directives: Sequence[Directive]) -> Iterator[Application]:
         yield Application(controls=_in_words(controls), where=where, lines=lines)
 
 
-def _save_command(origin: PlanOrigin, file: str) -> str:
+def _save_command(origin: PlanOrigin) -> str:
     """Return the finding command with `-o` added, in front of `--`, where the job's command begins."""
     words = list(origin.finding)
     place = words.index("--") if "--" in words else len(words)
-    return shlex.join([*words[:place], "-o", file, *words[place:]])
+    return shlex.join([*words[:place], "-o", PLAN_FILE, *words[place:]])
 
 
 def _applied_by(plan: Plan, applier: str) -> tuple[str, ...]:

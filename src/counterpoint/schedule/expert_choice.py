@@ -47,13 +47,10 @@ def size_of(pairs: Sequence[Sequence[int]], row_bytes: int) -> CallSize:
 
 
 class ExchangeSize(Value, frozen=True, kw_only=True):
-    """The choice from `least_bytes` on: experts in `num_groups` groups; 0: the library exchanges the rows. `status` says
-    whether it was measured or assumed.
-    """
+    """The measured choice from `least_bytes` on: experts in `num_groups` groups; 0: the library exchanges the rows."""
 
     least_bytes: int
     num_groups: int
-    status: Literal["measured", "assumed"]
     source: str
 
 
@@ -63,19 +60,16 @@ EXCHANGE_SIZES = (
     ExchangeSize(
         least_bytes=0,
         num_groups=0,
-        status="measured",
         source=f"the library was faster than copies, or within their spread ({MEASURED})",
     ),
     ExchangeSize(
         least_bytes=64 * MIB,
         num_groups=1,
-        status="measured",
         source=f"each further group cost the host more time than it hid ({MEASURED})",
     ),
     ExchangeSize(
         least_bytes=160 * MIB,
         num_groups=4,
-        status="measured",
         source=f"several groups gained ({MEASURED})",
     ),
 )
@@ -87,19 +81,16 @@ FORWARD_SIZES = (
     ExchangeSize(
         least_bytes=16 * MIB,
         num_groups=1,
-        status="measured",
         source=f"copies return results faster; further groups cost the host more time than they hide ({MEASURED_FORWARD})",
     ),
     ExchangeSize(
         least_bytes=40 * MIB,
         num_groups=2,
-        status="measured",
         source=f"two groups gained ({MEASURED_FORWARD})",
     ),
     ExchangeSize(
         least_bytes=64 * MIB,
         num_groups=4,
-        status="measured",
         source=f"four groups gained where a group has several experts, two elsewhere ({MEASURED_FORWARD})",
     ),
 )
@@ -177,10 +168,9 @@ def pick_exchange(routing: Routing, row_bytes: int, link: Link) -> ExchangeChoic
     obstacle = obstacle_to_exchange(size)
     if obstacle:
         return ExchangeChoice(description=SEQUENTIAL, reason=obstacle)
-    row = size_for(size)
     return ExchangeChoice(
-        description=expert_description(row.num_groups, num_copy_streams_on(link, routing.num_ranks)),
-        reason=f"{_words(size)}, which is enough for copies ({row.status} with 2 ranks)",
+        description=expert_description(size_for(size).num_groups, num_copy_streams_on(link, routing.num_ranks)),
+        reason=f"{_words(size)}, which is enough for copies (measured with 2 ranks)",
     )
 
 
@@ -208,13 +198,11 @@ def expert_description(num_groups: int, num_copy_streams: int = 1) -> ScheduleDe
 
 def obstacle_to_exchange(size: CallSize) -> str:
     """Return why copies are not used for a call with gradients of this size, or nothing."""
-    row = size_for(size)
-    if row.num_groups:
+    if size_for(size).num_groups:
         return ""
     least = min(each.least_bytes for each in EXCHANGE_SIZES if each.num_groups)
-    faster = "faster" if row.status == "measured" else "assumed to be faster"
     return (
-        f"{_words(size)}; below {format_bytes(least)} the library's all-to-all is {faster} than copies (in forward, "
+        f"{_words(size)}; below {format_bytes(least)} the library's all-to-all is faster than copies (in forward, "
         "`ops.expert_ffn` may still gain: a kernel sends the tokens before the host knows the counts, which is not "
         "simulated)"
     )

@@ -114,12 +114,6 @@ class Routing(Value, frozen=True, kw_only=True, dict=True):
         """Return the rows that other ranks write into this rank's memory in combine."""
         return self.num_sent(rank) - self.pairs[rank][rank]
 
-    @property
-    def imbalance(self) -> float:
-        """Rows of the rank that computes most, divided by the mean; 1 if nothing is computed."""
-        computed = [self.num_grouped(rank) for rank in range(self.num_ranks)]
-        return max(computed) * self.num_ranks / sum(computed) if sum(computed) else 1.0
-
 
 def most_of_pairs(pairs: Sequence[Sequence[int]]) -> int:
     """Return the most rows that one rank has for another: `pairs[source][destination]`."""

@@ -114,7 +114,10 @@ def _gather_slices(builder: Builder, numbering: _Numbering, problem: Problem, lo
     actions: list[Action] = []
     for position, action in enumerate(builder.actions):
         if action.kind == "copy":
-            reads = tuple(_renamed(region, SHARD_SLICES) if region.buffer == "shard" else region for region in action.reads)
+            reads = tuple(
+                msgspec.structs.replace(region, buffer=SHARD_SLICES) if region.buffer == "shard" else region
+                for region in action.reads
+            )
             actions.append(msgspec.structs.replace(action, reads=reads))
         elif action.kind == "matmul" and action.reads[0].buffer == "shard":
             rows = numbering.blocks[action.rank]
@@ -175,8 +178,4 @@ def sliced_parts(parts: list[Part], rank: int, description: ScheduleDescription)
 
 
 def _moved(region: Region, rows: Rows) -> Region:
-    return Region(rank=region.rank, buffer=region.buffer, start=rows[0], stop=rows[1])
-
-
-def _renamed(region: Region, buffer: str) -> Region:
-    return Region(rank=region.rank, buffer=buffer, start=region.start, stop=region.stop)
+    return msgspec.structs.replace(region, start=rows[0], stop=rows[1])

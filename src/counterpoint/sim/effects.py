@@ -30,7 +30,7 @@ from counterpoint.sim.expert_layers import ExpertExchange, ExpertModel
 from counterpoint.sim.flat_buffers import FlatBuffers
 from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
-from counterpoint.sim.overlapped import OverlapEstimate, OverlapModel
+from counterpoint.sim.overlapped import OverlapModel
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 
 # collectives that copy engines alone can do
@@ -173,13 +173,12 @@ class EffectReader:
             return Overlap(pair=exchange.pair, exposed_us=exchange.exposed_us, is_fed=exchange.is_combine)
         pair = self._pairs.found.get(index)
         found = exchange or (self._pairs.obstacles[index] if pair is None else self._model.estimate(pair, control.schedule))
-        if pair is None or not isinstance(found, OverlapEstimate):
+        if pair is None or isinstance(found, str):
             raise PlanError(
                 f"An {control.tag} control cannot apply to {where}: {found}. Leave that collective out of the "
                 "directive's match."
             )
-        is_fed = pair.matmuls[0] < index
-        return Overlap(pair=pair, exposed_us=found.exposed_us, is_fed=is_fed)
+        return Overlap(pair=pair, exposed_us=found, is_fed=pair.matmuls[0] < index)
 
 
 def _label(index: int, operation: Operation) -> str:

@@ -11,8 +11,6 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-import msgspec
-
 from counterpoint.machine import ELEMENT_BYTES, Machine
 from counterpoint.measurement.values import LEAST_ESTIMATED_GAIN
 from counterpoint.schedule.actions import Problem
@@ -28,18 +26,10 @@ from counterpoint.sim.matmul_pairs import FED_COLLECTIVES, OPERATOR_OF, MatmulPa
 from counterpoint.sim.matmul_rates import USUAL_ELEMENT_TYPE
 from counterpoint.step import Collective, Kernel, Step
 from counterpoint.units import US_PER_S, format_us
-from counterpoint.value import Value
 
 USUAL_ELEMENT_BYTES = 2
 LEAST_MATMUL_SHARE = 0.25  # of the collective's time; assumed: below, copies alone gain as much as the operator
 SIZE_STEP = 64  # inferred sizes are multiples of it
-
-
-class OverlapEstimate(Value, frozen=True, kw_only=True):
-    """A pair as one operator: the schedule, and the time of the collective that the matmuls do not hide."""
-
-    description: ScheduleDescription
-    exposed_us: float
 
 
 class OverlapModel:
@@ -50,8 +40,10 @@ class OverlapModel:
         self._costs = CostModel(machine, calibration)
         self._least_bytes = 1 if "fp8" in machine.gpu.matmul_rates() else USUAL_ELEMENT_BYTES
 
-    def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> OverlapEstimate | str:
-        """Return the estimate for `schedule`, by default the heuristic's choice, or why the operator would not pay."""
+    def estimate(self, pair: MatmulPair, schedule: ScheduleDescription | None = None) -> float | str:
+        """Return the time of the pair's collective that the matmuls do not hide, in microseconds, or why the operator would
+        not pay. `schedule` is the heuristic's choice by default.
+        """
         collective = self._step.collective(pair.collective)
         matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in pair.matmuls)
         alone_us = self._costs.lone_us(collective)
@@ -61,24 +53,24 @@ class OverlapModel:
                 "so there is little to hide the data behind"
             )
         problem = self._problem(collective, [self._step.kernel(number) for number in pair.matmuls])
-        found = self._estimate(problem, schedule)
-        if isinstance(found, str) or schedule is not None:
-            return found
-        if alone_us - found.exposed_us < LEAST_ESTIMATED_GAIN * (alone_us + matmuls_us):
+        exposed_us = self._exposed_us(problem, schedule)
+        if isinstance(exposed_us, str) or schedule is not None:
+            return exposed_us
+        if alone_us - exposed_us < LEAST_ESTIMATED_GAIN * (alone_us + matmuls_us):
             return (
                 f"beside its matmul of {format_us(matmuls_us)}, copies would leave "
-                f"{format_us(found.exposed_us)} exposed; the library's collective takes {format_us(alone_us)} "
+                f"{format_us(exposed_us)} exposed; the library's collective takes {format_us(alone_us)} "
                 "in total"
             )
-        return found
+        return exposed_us
 
-    def _estimate(self, problem: Problem, schedule: ScheduleDescription | None) -> OverlapEstimate | str:
-        found = _beyond_matmul(problem, schedule, self._machine)
-        if isinstance(found, str):
-            return found
+    def _exposed_us(self, problem: Problem, schedule: ScheduleDescription | None) -> float | str:
+        beyond_us = _beyond_matmul(problem, schedule, self._machine)
+        if isinstance(beyond_us, str):
+            return beyond_us
         is_reduction = scheduled_pass(problem.operation, "forward").is_reduction
         least = self._calibration.reduction_exposed_us if is_reduction else self._calibration.gather_exposed_us
-        return msgspec.structs.replace(found, exposed_us=max(least.value, found.exposed_us))
+        return max(least.value, beyond_us)
 
     def _problem(self, collective: Collective, matmuls: Sequence[Kernel]) -> Problem:
         """Return the operator's sizes; several matmuls that read one gathered matrix count as one with more columns."""
@@ -124,15 +116,15 @@ class OverlapModel:
 
 
 @lru_cache(maxsize=1024)  # a planner simulates the same matmuls under many plans, a sweep in many passes
-def _beyond_matmul(problem: Problem, schedule: ScheduleDescription | None, machine: Machine) -> OverlapEstimate | str:
-    """Return the heuristic's schedule, or the given one, with what it takes beyond the matmul; or why it picks none."""
+def _beyond_matmul(problem: Problem, schedule: ScheduleDescription | None, machine: Machine) -> float | str:
+    """Return what the schedule, by default the heuristic's, takes beyond the matmul; or why the heuristic picks none."""
     if schedule is None:
         pick = pick_schedule(problem, machine)
         if pick.description.is_sequential:
             return pick.reason
         schedule = pick.description
     taken_us = estimate(make_schedule(problem, schedule), problem, machine).makespan_us
-    return OverlapEstimate(description=schedule, exposed_us=taken_us - computation_us(problem, machine))
+    return taken_us - computation_us(problem, machine)
 
 
 def _round(size: float) -> int:

@@ -7,7 +7,7 @@ run beside it, or start the kernels first and time the collective.
 import torch
 
 from counterpoint.cuda.probes.collectives import collective, group_of
-from counterpoint.cuda.probes.matmuls import TILED_SIZE, tiled
+from counterpoint.cuda.probes.matmuls import tiled
 from counterpoint.cuda.probes.memory import STREAMED_BYTES
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.measurement.points import Point, point
@@ -69,8 +69,8 @@ def _neighbors() -> dict[str, Issue]:
         "streaming": lambda: torch.mul(source, 2.0, out=target),
         "softmax": lambda: torch.softmax(rows, 1, out=normal),
         "matmul": lambda: torch.mm(a, b, out=c),
-        "matmul 64x64x32": tiled("64x64x32", TILED_SIZE),
-        "matmul 128x128x32": tiled("128x128x32", TILED_SIZE),
+        "matmul 64x64x32": tiled("64x64x32"),
+        "matmul 128x128x32": tiled("128x128x32"),
     }
 
 

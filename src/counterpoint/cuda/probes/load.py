@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.energy import Reading, mean_watts
 from counterpoint.cuda.nvml import GpuState, Nvml
-from counterpoint.cuda.probes.matmuls import TILED_SIZE, TILES, TYPES, matmul, tiled
+from counterpoint.cuda.probes.matmuls import TILES, TYPES, matmul, tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
@@ -46,7 +46,7 @@ def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
     }
     loads |= {f"matmul {kind}": matmul(kind, SIZE, SIZE, SIZE) for kind in TYPES}
     loads |= {f"matmul bf16, {m} rows": matmul("bf16", m, 2 * SIZE, SIZE) for m in ROWS}
-    loads |= {f"matmul {tile}": tiled(tile, TILED_SIZE) for tile in TILES}
+    loads |= {f"matmul {tile}": tiled(tile) for tile in TILES}
     points: list[Point] = []
     for name, issue in loads.items():
         if issue is not None:

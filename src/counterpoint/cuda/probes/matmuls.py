@@ -91,9 +91,9 @@ def matmul(kind: str, m: int, n: int, k: int) -> Issue | None:
     return multiply
 
 
-def tiled(tile: str, size: int) -> Issue:
+def tiled(tile: str) -> Issue:
     """Return a Triton matmul of square matrices of random bf16 values, with a tile of `TILES`."""
-    tm, tn, tk, warps, stages = TILES[tile]
+    size, (tm, tn, tk, warps, stages) = TILED_SIZE, TILES[tile]
     a, b, c = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     grid = (size // tm * (size // tn),)
     return lambda: tile_matmul[grid](a, b, c, size, size, tm, tn, tk, num_warps=warps, num_stages=stages)
@@ -104,7 +104,7 @@ def probe_residency(session: Session) -> list[Point]:
     points: list[Point] = []
     for tile in TILES:
         at: dict[str, int | str] = {"tile": tile, "size": TILED_SIZE, "loaded_ms": LOADED_MS}
-        points += residency_times(session, tiled(tile, TILED_SIZE), "matmul_capped_us", CAPS, **at)
+        points += residency_times(session, tiled(tile), "matmul_capped_us", CAPS, **at)
     launch = ProbeLaunch(num_ctas=8 * session.num_sms * WAVES)
     marks = Marks(launch.num_ctas)
     for num_chains in (8, 1):

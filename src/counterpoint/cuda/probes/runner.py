@@ -88,15 +88,15 @@ def open_nvml() -> Nvml | None:
         return None
 
 
-def check_fit(nvml: Nvml, where: str) -> GpuState:
+def check_fit(nvml: Nvml) -> GpuState:
     """Return the least busy of a few readings of an idle GPU. Raises `DeviceError` if it is throttled or others use it."""
     readings = []
     for _ in range(READINGS):
         readings.append(nvml.read())
         time.sleep(READING_S)
     state = min(readings, key=lambda reading: reading.busy_percent)
-    check_unthrottled(state, where)
-    check_alone(state, where)
+    check_unthrottled(state, "The GPU")
+    check_alone(state, "The GPU")
     return state
 
 

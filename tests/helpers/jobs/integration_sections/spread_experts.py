@@ -141,10 +141,10 @@ def spread(model: nn.Module, mesh: DeviceMesh, style: type[ExpertParallel] = Exp
     return model
 
 
-def tokens_of_rank(num_tokens: int = 12, rank: int | None = None) -> torch.Tensor:
+def tokens_of_rank(rank: int | None = None) -> torch.Tensor:
     """Other tokens on every rank, so that routing is uneven."""
     generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
-    return torch.randn(num_tokens, DIM, generator=generator).to(DEVICE).double()
+    return torch.randn(12, DIM, generator=generator).to(DEVICE).double()
 
 
 def results_of(model: nn.Module, *, rank: int | None = None) -> list[torch.Tensor]:

@@ -27,7 +27,6 @@ from integration_sections.parallel_blocks import (
 )
 
 CHUNKED = ScheduleDescription(pattern="one_peer", chunks=2)
-NUM_LINEARS = 7  # of a block
 NUM_CALLS = 8  # of operators in one step of a block: two gathers, two reductions, and the backward pass of each
 
 
