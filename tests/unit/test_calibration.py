@@ -23,7 +23,7 @@ from counterpoint.sim.calibration import (
     describe_origin,
     load_calibration,
 )
-from counterpoint.sim.calibration_curves import FIGURES_OF_MORE, SATURATIONS, fit_saturation, row_wise_fraction
+from counterpoint.sim.calibration_curves import FIGURES_OF_MORE, SATURATIONS, fit_saturation, fit_tiles, row_wise_fraction
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.costs import CostModel, wire_bytes
@@ -120,14 +120,27 @@ def test_one_fit_finds_the_warps_that_fill_the_memory_and_how_its_latency_grows(
     assert math.isclose(warps, expected, rel_tol=0.02)
 
 
-@pytest.mark.parametrize("character", ["matmul", "row_wise", "other"])
+@pytest.mark.parametrize("character", SATURATIONS)
 def test_what_saturates_an_sm_follows_from_kernels_at_each_residency(character: Character) -> None:
     shipped = load_calibration()
     points = Points(each for probe in shipped.probes.values() for each in probe.points)
     found = fit_saturation(points, H200, shipped, character)
     assert found is not None
-    assert math.isclose(found.value, getattr(shipped.characters[character], SATURATIONS[character][0]), rel_tol=0.02)
+    assert math.isclose(found.value, shipped.characters[character].saturation_warps, rel_tol=0.02)
     assert found.spread < 0.07
+
+
+@pytest.mark.parametrize("machine", [H200, H100])
+def test_one_fit_finds_what_tiles_saturate_an_sm_and_how_they_crowd_l2(machine: Machine) -> None:
+    shipped = load_calibration(machine)
+    points = Points(each for probe in shipped.probes.values() for each in probe.points)
+    found = fit_tiles(points, machine, shipped)
+    in_flight = shipped.characters["matmul"].saturation_bytes_in_flight
+    assert found["saturation_bytes_in_flight"].value == pytest.approx(in_flight, rel=0.02)
+    assert found["l2_crowding"].value == pytest.approx(shipped.l2_crowding.value, rel=0.02)
+    assert found["l2_crowding"].spread < 0.07
+    without = fit_tiles(Points([]), machine, shipped)
+    assert without == {}
 
 
 def test_row_wise_kernels_reach_a_share_of_the_memory_that_their_uncapped_time_says() -> None:

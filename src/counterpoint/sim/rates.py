@@ -28,13 +28,14 @@ class RateModel:
     """Sets the rates of cohorts, shared work and copies from the CTAs that are resident on each SM.
 
     `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how its latency grows with its load, and `l2` what
-    L2 delivers.
+    L2 delivers. `is_traced`: kernels were timed in a job, so what its collectives took from L2 is in their times.
     """
 
-    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency", l2: "L2Delivery") -> None:
+    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency", l2: "L2Delivery", *, is_traced: bool) -> None:
         self._hbm = hbm_bytes_per_s
         self._latency = latency
         self._l2 = l2
+        self._is_traced = is_traced
 
     def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
         """Recompute all rates, in work per picosecond, for the CTAs and copies that run now."""
@@ -46,7 +47,7 @@ class RateModel:
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
         link = self._link_rates(tasks, loads)
-        moved = sum(load for task, load in zip(tasks, loads, strict=True) if _moves_data(task))
+        moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
             shares, effective = _share_sms(groups, numbers, self._l2.latency_per_load * moved)
         by_l2 = self._l2.slowdown(_mean_asked(groups), moved * self._hbm)
@@ -65,6 +66,10 @@ class RateModel:
                 task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
         for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
             cohort.rate = 0.0 if cohort.task.work.is_work_sharing else share * cta_rates[numbers[cohort.task]]
+
+    def _takes_from_l2(self, task: SmTask | CopyTask) -> bool:
+        """Return whether what the task moves is missing to matmuls."""
+        return isinstance(task, CopyTask) or (task.work.link_limit > 0 and not self._is_traced)
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
         """Return the factor on each task's progress from the link: 1 for tasks that do not use it."""
@@ -193,10 +198,6 @@ def _share_sms(
             shares.append(share)
             effective[numbers[task]] += share * cohort.count * num_sms
     return shares, effective
-
-
-def _moves_data(task: SmTask | CopyTask) -> bool:
-    return isinstance(task, CopyTask) or task.work.link_limit > 0
 
 
 def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:

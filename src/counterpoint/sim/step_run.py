@@ -33,7 +33,8 @@ class StepRun:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
         costs = CostModel(self.machine, self.calibration, clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
-        rates = RateModel(costs.hbm_bytes_per_s, costs.latency, costs.l2)
+        is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
+        rates = RateModel(costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
         engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 
