@@ -48,11 +48,11 @@ def test_the_order_of_the_files_changes_nothing() -> None:
 
 
 def test_the_plan_is_named_as_tune_names_it_and_alone_has_the_commands_that_apply_it() -> None:
-    analysis, job = combine([analyze_rank(read_activity(DDP[0]))]), load_job("cb_ar_opt1")
-    found = find_recoverable(analysis, job, "cb_ar_opt1")
-    planned = [each for each in found if "counterpoint tune cb_ar_opt1 -o plan.toml" in each.apply]
-    assert [each.what for each in planned] == ["priority + head start 5 us"]
-    assert tune(job.step, job.machine, Simulator()).plan.summary.startswith("priority + head start 5 us: ")
+    analysis, job = combine([analyze_rank(read_activity(DDP[0]))]), load_job("cb_ar_opt2")
+    found = find_recoverable(analysis, job, "cb_ar_opt2")
+    planned = [each for each in found if "counterpoint tune cb_ar_opt2 -o plan.toml" in each.apply]
+    assert [each.what for each in planned] == ["copies and sums"]
+    assert tune(job.step, job.machine, Simulator()).plan.summary.startswith("copies and sums: ")
     assert "priority" in {each.what for each in found}
 
 

@@ -19,19 +19,19 @@ from helpers.paper_runs import captured_steps, measured_rows, simulated_rows
 from helpers.toy_steps import H200, plan_of, step_of
 
 MIB = 1 << 20
-# By copies, and over all rows together. Small tiles with few CTAs on an SM (`opt1` of cb) are 12 to 15 % too fast.
+# By copies, and over all rows together. `opt2` has the tile that is not recognized, with caps that are 10 to 17 % off.
 LIMITS = {
-    "cb_ar_opt1": (0.02, 0.10),
+    "cb_ar_opt1": (0.04, 0.06),
     "cb_ar_opt2": (0.03, 0.04),
     "cb_ar_large": (0.02, 0.05),
-    "cb_a2a_opt1": (0.07, 0.11),
-    "cb_a2a_opt2": (0.05, 0.04),
-    "cb_a2a_large": (0.06, 0.06),
-    "mb_ar_opt1": (0.03, 0.04),
-    "mb_ar_opt2": (0.03, 0.05),
+    "cb_a2a_opt1": (0.04, 0.07),
+    "cb_a2a_opt2": (0.04, 0.03),
+    "cb_a2a_large": (0.05, 0.05),
+    "mb_ar_opt1": (0.02, 0.02),
+    "mb_ar_opt2": (0.03, 0.06),
     "mb_ar_large": (0.02, 0.06),
-    "mb_a2a_opt1": (0.03, 0.05),
-    "mb_a2a_opt2": (0.05, 0.05),
+    "mb_a2a_opt1": (0.02, 0.03),
+    "mb_a2a_opt2": (0.04, 0.07),
     "mb_a2a_large": (0.02, 0.05),
 }
 
