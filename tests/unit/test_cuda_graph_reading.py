@@ -52,6 +52,13 @@ def call(collective: CollectiveKind = "all_reduce", num_bytes: int = 1 << 20) ->
     return CollectiveCall(collective=collective, num_bytes=num_bytes, group_size=4)
 
 
+def test_sizes_of_matmuls_are_those_that_were_noted_for_their_nodes() -> None:
+    nodes = (work(name=MATMUL), work(0), work(1, name=MATMUL))
+    times = GraphTimes(device_name="NVIDIA H200", lone_us=(10.0, 1.0, 10.0))
+    step = read_graph("made up", nodes, (), times, 1, matmul_sizes={0: (128, 64, 256), 1: (128, 64, 256)}).step
+    assert [each.matmul_sizes for each in step.operations if isinstance(each, Kernel)] == [(128, 64, 256), None, None]
+
+
 def read(*nodes: GraphNode, calls: tuple[CollectiveCall, ...] = (), names: tuple[str, ...] = ()) -> ReadGraph:
     lone_us = tuple(10.0 + number if node.kind != "other" else 0.0 for number, node in enumerate(nodes))
     times = GraphTimes(device_name="NVIDIA H200", lone_us=lone_us, names=names)
