@@ -24,5 +24,10 @@ class SkippedModule(pytest.Module):
         raise pytest.skip.Exception(missing(), allow_module_level=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Calibration first: it refuses a GPU on which this process computes, as it does after other tests."""
+    items.sort(key=lambda item: "test_calibrate" not in item.path.name and "tests/gpu" in item.path.as_posix())
+
+
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     return SkippedModule.from_parent(parent, path=module_path) if missing() else None

@@ -81,7 +81,7 @@ def test_the_machines_are_of_both_kinds() -> None:
 @pytest.mark.parametrize("machine_name", MACHINES)
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_few_ctas_overlap_almost_ideally(workload: str, machine_name: str) -> None:
-    """But for tiles that are recognized: these arrive later beside a collective. 64 CTAs of `opt1` take 1.18 to 1.26 times
+    """But for tiles that are recognized: these arrive later beside a collective. 64 CTAs of `opt1` take 1.19 to 1.27 times
     as long beside NCCL's on 2 H200s (benchmarks/results/tiles_beside_2x_h200.json).
     """
     least = 0.75 if workload.endswith("opt1") else 0.95
