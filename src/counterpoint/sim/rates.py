@@ -50,7 +50,7 @@ class RateModel:
         moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
             shares, effective = _share_sms(groups, numbers, self._l2.latency_per_load * moved)
-        by_l2 = self._l2.slowdown(_mean_asked(groups), moved * self._hbm)
+        by_l2 = self._l2.slowdown(_mean_asked(groups, self._l2.bytes_per_s), moved * self._hbm)
         cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
         for position, task in enumerate(tasks):
             if isinstance(task, CopyTask):
@@ -162,15 +162,21 @@ class L2Delivery(Value, frozen=True, kw_only=True):
         return crowded * smooth_minimum(asked, 1.0, SM_EXPONENT) / smooth_minimum(asked, left, SM_EXPONENT)
 
 
-def _mean_asked(groups: Sequence[SmGroup]) -> float:
-    """Return what the CTAs that L2 limits ask for, as a multiple of what saturates an SM: the mean over all SMs."""
-    asked, num_sms = 0.0, 0
+def _mean_asked(groups: Sequence[SmGroup], l2_bytes_per_s: float) -> float:
+    """Return what the CTAs that L2 limits ask for, and the CTAs of collectives, as a multiple of what saturates an SM: the
+    mean over all SMs. 0 without CTAs that L2 limits.
+    """
+    asked, moved, num_sms = 0.0, 0.0, 0
     for group in groups:
-        num_sms += group.num_sms()
+        number = group.num_sms()
+        num_sms += number
         for cohort in group.cohorts:
-            if cohort.task.work.is_l2_limited:
-                asked += cohort.count * cohort.task.work.issue_per_cta * group.num_sms()
-    return asked / num_sms if asked else 0.0
+            work = cohort.task.work
+            if work.is_l2_limited:
+                asked += cohort.count * work.issue_per_cta * number
+            elif work.link_limit:
+                moved += cohort.count * work.hbm_per_cta * number
+    return asked / num_sms + moved / l2_bytes_per_s if asked else 0.0
 
 
 def _share_sms(
