@@ -11,7 +11,7 @@ USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an a
 # L2 limits a matmul if its tiles arrive at less than this share of the rate at which SMs multiply them: between tiles of
 # 64x128 (0.64), which lose 4 % without 24 of 132 SMs, and 256x64 (0.77), which lose 21 % (one H200)
 MOST_FED = 0.7
-FASTER_IN_BURST = 1.11  # large matmuls than `matmul_peak_fraction` says: 0.81 of the peak on cool H200s
+FASTER_IN_BURST = 1.11  # cool H200s reach 0.81 of the peak with large matmuls, and 0.72 (`matmul_peak_fraction`) under load
 
 
 def reached_flops_per_s(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:

@@ -68,7 +68,7 @@ class RateModel:
             cohort.rate = 0.0 if cohort.task.work.is_work_sharing else share * cta_rates[numbers[cohort.task]]
 
     def _takes_from_l2(self, task: SmTask | CopyTask) -> bool:
-        """Return whether what the task moves is missing to matmuls."""
+        """Return whether L2 delivers less to matmuls because of what the task moves."""
         return isinstance(task, CopyTask) or (task.work.link_limit > 0 and not self._is_traced)
 
     def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
