@@ -60,8 +60,8 @@ class RateModel:
             else:
                 reached = smooth_minimum(demands[position], available[position])
                 memory = reached / in_flight[position] / task.work.hbm_reference if reached else 1.0
-                if task.work.is_l2_limited:
-                    memory *= self._l2.slowdown(task.work.issue_reference) / by_l2
+                if task.work.l2_reference:
+                    memory *= task.work.l2_reference / by_l2
                 cta_rates.append(memory * link[position] / task.work.cta_ps)
                 task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
         for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
@@ -172,7 +172,7 @@ def _mean_asked(groups: Sequence[SmGroup], l2_bytes_per_s: float) -> float:
         num_sms += number
         for cohort in group.cohorts:
             work = cohort.task.work
-            if work.is_l2_limited:
+            if work.l2_reference:
                 asked += cohort.count * work.issue_per_cta * number
             elif work.link_limit:
                 moved += cohort.count * work.hbm_per_cta * number
