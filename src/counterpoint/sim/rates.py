@@ -140,7 +140,7 @@ class MemoryLatency(Value, frozen=True, kw_only=True):
 
 
 class L2Delivery(Value, frozen=True, kw_only=True):
-    """How L2 delivers tiles of matmuls. To those that it limits, `bytes_per_s`, and less as they keep more in flight.
+    """How L2 delivers tiles of matmuls: `bytes_per_s` to those that it limits, and less as their CTAs keep more in flight.
 
     `crowding`: by how much longer they take for each further time that their CTAs would saturate the SMs.
     `latency_per_load`: by how much longer any matmul's tiles are on their way while collectives and copies use all of the
@@ -152,8 +152,10 @@ class L2Delivery(Value, frozen=True, kw_only=True):
     latency_per_load: float
 
     def slowdown(self, asked: float, moved_bytes_per_s: float = 0.0) -> float:
-        """Return how much longer such matmuls take whose CTAs ask for `asked` times what saturates an SM, while collectives
-        and copies move `moved_bytes_per_s`: these take from what L2 delivers, so only where the CTAs would need it.
+        """Return how much longer matmuls that L2 limits take if their CTAs ask for `asked` times what saturates an SM.
+
+        L2 does not deliver to them what collectives and copies move, `moved_bytes_per_s`. Where they ask for less than L2
+        has left, that costs them nothing.
         """
         crowded = 1 + self.crowding * max(0.0, asked - 1)
         if not asked or not moved_bytes_per_s:
