@@ -1,12 +1,12 @@
-"""The number of tiles that each CTA of a persistent matmul takes in turn.
+"""Tiles of matmuls: how many each CTA of a persistent one takes in turn, and which tile each CTA of another one has.
 
-Such a kernel has one CTA for each SM, and each CTA takes the next tile when it has finished one. So the kernel takes whole
+A persistent kernel has one CTA for each SM, and each CTA takes the next tile when it has finished one. So it takes whole
 rounds of tiles: 512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100
 beside CTAs that only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times
 (docs/simulator.md).
 
 cuBLAS states the size of a tile in the kernel's name. If the sizes of the matrices are unknown, the number of rounds follows
-from the kernel's time and that of a usual tile.
+from the kernel's time and that of a usual tile. The tile of other matmuls follows from their launch.
 """
 
 import math
