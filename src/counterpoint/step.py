@@ -361,6 +361,11 @@ def _check_kernel(where: str, kernel: Kernel) -> None:
         StepError,
         f"{where}: stage_bytes must be above 0; found {kernel.stage_bytes}. Leave it out if it is not known.",
     )
+    require(
+        min(kernel.matmul_sizes or (1,)) > 0,
+        StepError,
+        f"{where}: matmul_sizes must be above 0; found {kernel.matmul_sizes}. Leave them out if they are not known.",
+    )
 
 
 def _check_collective(where: str, collective: Collective) -> None:

@@ -143,6 +143,14 @@ def test_one_fit_finds_what_tiles_saturate_an_sm_and_how_they_crowd_l2(machine: 
     assert without == {}
 
 
+def test_matmuls_that_l2_does_not_limit_say_nothing_of_how_they_crowd_it() -> None:
+    shipped = load_calibration()
+    points = Points(each for probe in shipped.probes.values() for each in probe.points)
+    gpu = msgspec.structs.replace(H200.gpu, bf16_flops_per_s=H200.gpu.bf16_flops_per_s / 4)
+    found = fit_tiles(points, msgspec.structs.replace(H200, gpu=gpu), shipped)
+    assert list(found) == ["saturation_bytes_in_flight"]
+
+
 def test_row_wise_kernels_reach_a_share_of_the_memory_that_their_uncapped_time_says() -> None:
     for machine in (H200, H100):
         shipped = load_calibration(machine)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.conditions import RESULTS
 
 from counterpoint.controls import ResidencyCap
+from counterpoint.machine import load_machine
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim import Simulator
@@ -88,8 +89,22 @@ def test_fewer_ctas_crowd_l2_less_and_can_be_faster(ctas_per_sm: int) -> None:
 
 
 def test_alone_it_takes_its_lone_time_whatever_its_last_wave() -> None:
-    for num_ctas in (792, 800, 1000, 1500, 9216):
-        assert ends_us(small(num_ctas=num_ctas)) == [pytest.approx(LONE_US, rel=0.02)]
+    for num_ctas in (133, 200, 700, 792, 800, 1000, 1500, 9216):
+        assert ends_us(small(num_ctas=num_ctas)) == [pytest.approx(LONE_US, rel=0.001)]
+    for num_ctas in (133, 200, 420, 528, 660):  # 4 CTAs on an SM
+        kernel = tiled((64, 128, 32), 4, 96, 128, num_ctas=num_ctas)
+        assert ends_us(kernel) == [pytest.approx(LONE_US, rel=0.001)]
+
+
+@pytest.mark.parametrize(("shares_work", "sizes"), [(False, None), (True, (128, 4096, 4096))])
+def test_a_measured_matmul_of_a_type_that_the_machine_does_not_multiply_keeps_its_time(
+    shares_work: bool, sizes: tuple[int, int, int] | None
+) -> None:
+    a100 = load_machine("a100")
+    kernel = small(element_type="fp8", num_ctas=108, is_work_sharing=shares_work, matmul_sizes=sizes)
+    step = Step(name="fp8", num_ranks=1, operations=(kernel,), device_name="NVIDIA H200", is_timed_in_bursts=True)
+    (found,) = Simulator(clock_share=1.0).run(step, a100, LEAVE_IT).intervals
+    assert found.end_us == pytest.approx(LONE_US, rel=0.001)
 
 
 @pytest.mark.parametrize("row", [row for row in BESIDE if row["matmul"].startswith("64 tiles")], ids=str)

@@ -77,6 +77,7 @@ def test_copies_between_gpus_are_communication_and_others_are_not() -> None:
         ((replace(COLLECTIVE, waits_for=(), group_size=0),), "group_size must be at least 1; found 0"),
         ((replace(KERNEL, cta_time_spread=11.0),), "cta_time_spread must be from 0 to 10; found 11.0"),
         ((replace(KERNEL, stage_bytes=0),), "stage_bytes must be above 0; found 0"),
+        ((replace(KERNEL, matmul_sizes=(128, 0, 64)),), "matmul_sizes must be above 0; found \\(128, 0, 64\\)"),
     ],
 )
 def test_a_step_that_contradicts_itself_is_refused_with_the_limit_and_the_value(

@@ -18,6 +18,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
 from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize, num_ranks
 from counterpoint.sim.costs import wire_bytes
+from counterpoint.sim.matmul_rates import is_l2_limited
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
@@ -62,7 +63,10 @@ def fit_saturation(points: Points, machine: Machine, calibration: Calibration, c
 
 
 def fit_tiles(points: Points, machine: Machine, calibration: Calibration) -> dict[str, Fitted]:
-    """Fit the bytes in flight that saturate an SM with tiles of matmuls, and `l2_crowding`, to matmuls at each residency."""
+    """Fit the bytes in flight that saturate an SM with tiles of matmuls, and `l2_crowding`, to matmuls at each residency.
+
+    If L2 limits none of them, they say nothing of `l2_crowding`.
+    """
     groups = [group for group in _by_kernel(points.all("matmul_capped_us")) if _tells_of_load(group, machine)]
     if not groups:
         return {}
@@ -78,7 +82,9 @@ def fit_tiles(points: Points, machine: Machine, calibration: Calibration) -> dic
     start = (matmul.saturation_bytes_in_flight or 0.0, calibration.l2_crowding.value)
     (in_flight, crowding), left = minimize(error, start)
     source = _source_of("matmul_capped_us", groups, left)
-    values = {"saturation_bytes_in_flight": in_flight, "l2_crowding": crowding}
+    values = {"saturation_bytes_in_flight": in_flight}
+    if any(is_l2_limited(_kernel(group[0], "matmul"), machine, calibration) for group in groups):
+        values["l2_crowding"] = crowding
     return {name: Fitted(value=value, spread=left, source=source) for name, value in values.items()}
 
 

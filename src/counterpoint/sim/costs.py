@@ -122,7 +122,7 @@ class CostModel:
             waits_for_memory=waits,
             loads_l2=constants.bottleneck == "issue",
             has_tiles=kernel.cta_us is None and tile_of(kernel) is not None,
-            is_l2_limited=is_l2_limited(kernel, self.machine, self._calibration),
+            l2_reference=self._crowding(kernel, self._resident_ctas(kernel)),
         )
 
     def shared_work(self, kernel: Kernel) -> float:
@@ -204,7 +204,7 @@ class CostModel:
         return self._effective_ctas(kernel) if kernel.is_work_sharing else self._resident_ctas(kernel)
 
     def _num_tiles(self, kernel: Kernel, cta_us: float) -> int:
-        lone_us = cta_us * self._waves(kernel)
+        lone_us = cta_us * self._waves(kernel) if kernel.is_work_sharing else 0.0  # others have no such tiles
         usual_us = self._calibration.matmul_tile_us.value
         return num_tiles(kernel, self._resident_ctas(kernel), self._gpu.num_sms, lone_us, usual_us)
 
@@ -218,8 +218,7 @@ class CostModel:
         gpu = self._gpu
         peak = reached_flops_per_s(kernel, self.machine, self._calibration)
         busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / self.l2.bytes_per_s)
-        if is_l2_limited(kernel, self.machine, self._calibration):
-            busy_us *= self.l2.slowdown(issue_reference)
+        busy_us *= self._crowding(kernel, self._resident_ctas(kernel)) or 1.0
         sm_share = smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0
         # busy_us assumes every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
         return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
@@ -263,14 +262,29 @@ class CostModel:
             faster, usual, last = last_slowdown / slowdown, usual / slowdown, last / last_slowdown
             exponent = EXPONENT
         else:
-            per_sm, faster, exponent = math.ceil(rest / self._gpu.num_sms), 1.0, SM_EXPONENT
+            per_sm, exponent = math.ceil(rest / self._gpu.num_sms), SM_EXPONENT
             usual, last = (
                 number / self._saturating_ctas(constants, kernel) for number in (slots / self._gpu.num_sms, per_sm)
             )
-            if is_l2_limited(kernel, self.machine, self._calibration):
-                asked = rest / self._gpu.num_sms / self._saturating_ctas(constants, kernel)
-                faster = self.l2.slowdown(asked) / self.l2.slowdown(usual)
+            crowding = self._crowding(kernel, slots)
+            faster = self._crowding(kernel, rest) / crowding if crowding else 1.0
         return float(full + faster * ((1 + last**exponent) / (1 + usual**exponent)) ** (1 / exponent))
+
+    def _crowding(self, kernel: Kernel, num_ctas: int) -> float:
+        """Return how much longer a matmul that L2 limits takes because so many CTAs crowd L2; 0 for other kernels.
+
+        If some SMs hold one CTA less, theirs end earlier. After that, the other CTAs have L2 to themselves.
+        """
+        if not is_l2_limited(kernel, self.machine, self._calibration):
+            return 0.0
+        num_sms, issue = self._gpu.num_sms, self._issue_per_cta(kernel)
+        together = self.l2.slowdown(issue * num_ctas / num_sms)
+        fewer, num_fuller = divmod(num_ctas, num_sms)
+        if not fewer or not num_fuller:
+            return together
+        most = fewer + 1
+        done: float = ((1 + (issue * fewer) ** SM_EXPONENT) / (1 + (issue * most) ** SM_EXPONENT)) ** (1 / SM_EXPONENT)
+        return done * together + (1 - done) * self.l2.slowdown(issue * most * num_fuller / num_sms)
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
         """Return the CTAs per SM above which the bottleneck is saturated: by bytes in flight or by warps, if fewer.

@@ -9,7 +9,7 @@ from counterpoint.workloads.gemm import matmul_flops
 
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
 # L2 limits a matmul if its tiles arrive at less than this share of the rate at which SMs multiply them: between tiles of
-# 64x128 (0.64), which lose 4 % without 24 of 132 SMs, and 256x64 (0.77), which lose 21 % (one H200)
+# 64x128 (0.68), which lose 5 % without 24 of 132 SMs, and 256x64 (0.82), which lose 17 % (one H200)
 MOST_FED = 0.7
 FASTER_IN_BURST = 1.11  # cool H200s reach 0.81 of the peak with large matmuls, and 0.72 (`matmul_peak_fraction`) under load
 
@@ -36,20 +36,26 @@ def l2_bytes_per_s(machine: Machine, calibration: Calibration) -> float:
 def is_l2_limited(kernel: Kernel, machine: Machine, calibration: Calibration) -> bool:
     """Return whether L2 delivers a matmul's tiles more slowly than the SMs multiply them."""
     tile = tile_of(kernel)
-    if tile is None or kernel.cta_us is not None:
+    if tile is None or kernel.cta_us is not None or not _has_rate(kernel, machine):
         return False
     element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]
     fed = l2_bytes_per_s(machine, calibration) / element_bytes * tile.reuse
     return fed < MOST_FED * reached_flops_per_s(kernel, machine, calibration)
 
 
+def _has_rate(kernel: Kernel, machine: Machine) -> bool:
+    """Return whether the machine multiplies the kernel's type; a kernel with a measured time needs no such rate."""
+    return (kernel.element_type or USUAL_ELEMENT_TYPE) in machine.gpu.matmul_rates()
+
+
 def share_of_instructions(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
-    """Return how far its instructions limit a library's matmul, not the memory: 1 if its sizes are not known.
+    """Return how far its instructions limit a library's matmul, not the memory: 1 if that is not known.
 
     It takes a smooth maximum of the times that either allows at least. The share is by how much that grows with the time of
     the instructions.
     """
-    if kernel.matmul_sizes is None or kernel.character != "matmul" or not kernel.is_work_sharing:
+    is_librarys = kernel.character == "matmul" and kernel.is_work_sharing
+    if kernel.matmul_sizes is None or not is_librarys or not _has_rate(kernel, machine):
         return 1.0
     rows, inner, columns = kernel.matmul_sizes
     element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]

@@ -60,8 +60,8 @@ class RateModel:
             else:
                 reached = smooth_minimum(demands[position], available[position])
                 memory = reached / in_flight[position] / task.work.hbm_reference if reached else 1.0
-                if task.work.is_l2_limited:
-                    memory *= self._l2.slowdown(task.work.issue_reference) / by_l2
+                if task.work.l2_reference:
+                    memory *= task.work.l2_reference / by_l2
                 cta_rates.append(memory * link[position] / task.work.cta_ps)
                 task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
         for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
@@ -140,7 +140,7 @@ class MemoryLatency(Value, frozen=True, kw_only=True):
 
 
 class L2Delivery(Value, frozen=True, kw_only=True):
-    """How L2 delivers tiles of matmuls. To those that it limits, `bytes_per_s`, and less as they keep more in flight.
+    """How L2 delivers tiles of matmuls: `bytes_per_s` to those that it limits, and less as their CTAs keep more in flight.
 
     `crowding`: by how much longer they take for each further time that their CTAs would saturate the SMs.
     `latency_per_load`: by how much longer any matmul's tiles are on their way while collectives and copies use all of the
@@ -152,8 +152,10 @@ class L2Delivery(Value, frozen=True, kw_only=True):
     latency_per_load: float
 
     def slowdown(self, asked: float, moved_bytes_per_s: float = 0.0) -> float:
-        """Return how much longer such matmuls take whose CTAs ask for `asked` times what saturates an SM, while collectives
-        and copies move `moved_bytes_per_s`: these take from what L2 delivers, so only where the CTAs would need it.
+        """Return how much longer matmuls that L2 limits take if their CTAs ask for `asked` times what saturates an SM.
+
+        L2 does not deliver to them what collectives and copies move, `moved_bytes_per_s`. Where they ask for less than L2
+        has left, that costs them nothing.
         """
         crowded = 1 + self.crowding * max(0.0, asked - 1)
         if not asked or not moved_bytes_per_s:
@@ -172,7 +174,7 @@ def _mean_asked(groups: Sequence[SmGroup], l2_bytes_per_s: float) -> float:
         num_sms += number
         for cohort in group.cohorts:
             work = cohort.task.work
-            if work.is_l2_limited:
+            if work.l2_reference:
                 asked += cohort.count * work.issue_per_cta * number
             elif work.link_limit:
                 moved += cohort.count * work.hbm_per_cta * number

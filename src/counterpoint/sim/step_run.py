@@ -113,8 +113,7 @@ def _busy_us(operation: Operation, costs: CostModel) -> Iterator[tuple[str, floa
         num_ctas = work.num_tiles or costs.shared_work(operation) or operation.footprint.num_ctas
         total_us = num_ctas * work.cta_ps * work.hbm_reference / PS_PER_US
         of_sm = work.issue_per_cta / (1 + work.issue_reference**SM_EXPONENT) ** (1 / SM_EXPONENT)
-        of_sm /= costs.l2.slowdown(work.issue_reference) if work.is_l2_limited else 1.0
-        yield "SMs", total_us * of_sm / costs.machine.gpu.num_sms
+        yield "SMs", total_us * of_sm / (work.l2_reference or 1.0) / costs.machine.gpu.num_sms
         yield "memory", total_us * work.hbm_per_cta / costs.hbm_bytes_per_s
 
 

@@ -1,16 +1,17 @@
-"""The number of tiles that each CTA of a persistent matmul takes in turn.
+"""Tiles of matmuls: how many each CTA of a persistent one takes in turn, and which tile each CTA of another one has.
 
-Such a kernel has one CTA for each SM, and each CTA takes the next tile when it has finished one. So the kernel takes whole
+A persistent kernel has one CTA for each SM, and each CTA takes the next tile when it has finished one. So it takes whole
 rounds of tiles: 512 tiles are 4 rounds on 132 SMs and 5 on the 108 that a collective of 24 CTAs leaves. Measured on an H100
 beside CTAs that only hold SMs: 256 tiles take 1.5 times as long on 124 SMs and on 100, 512 tiles 1.3 and 1.25 times
 (docs/simulator.md).
 
 cuBLAS states the size of a tile in the kernel's name. If the sizes of the matrices are unknown, the number of rounds follows
-from the kernel's time and that of a usual tile.
+from the kernel's time and that of a usual tile. The tile of other matmuls follows from their launch.
 """
 
 import math
 import re
+from functools import lru_cache
 
 from counterpoint.step import Footprint, Kernel
 from counterpoint.value import Value
@@ -104,16 +105,21 @@ def tile_of(kernel: Kernel) -> MatmulTile | None:
     if kernel.character != "matmul" or kernel.is_work_sharing or footprint.shared_bytes < LEAST_TILE_BYTES:
         return None
     known = kernel.stage_bytes and round(footprint.shared_bytes / kernel.stage_bytes)
-    for number in (known,) if known else NUMBERS_OF_STAGES:
+    return _tile_that_fits(footprint.shared_bytes, _tile_area(footprint), (known,) if known else NUMBERS_OF_STAGES)
+
+
+@lru_cache(maxsize=1024)  # a simulation asks several times for each matmul, and steps repeat theirs
+def _tile_that_fits(shared_bytes: int, area: int, numbers_of_stages: tuple[int, ...]) -> MatmulTile | None:
+    for number in numbers_of_stages:
         for depth_bytes in DEPTHS_BYTES:
-            found = _edges(footprint.shared_bytes / number / depth_bytes, _tile_area(footprint), number, depth_bytes)
+            found = _edges(shared_bytes / number / depth_bytes, area, number, depth_bytes)
             if found is not None:
                 return MatmulTile(long=found[0], short=found[1], num_stages=number)
     return None
 
 
 def _edges(both: float, area: int, number: int, depth_bytes: int) -> tuple[int, int] | None:
-    """Return two powers of two with this product whose sum is at most `both`, less what lies beside the stages."""
+    """Return the edges of a tile of this area whose sum is at most `both`, less what lies beside the stages."""
     for exponent in range(LEAST_EDGE.bit_length() - 1, area.bit_length() // 2 + 1):
         short = 1 << exponent
         long, left = divmod(area, short)
@@ -124,8 +130,7 @@ def _edges(both: float, area: int, number: int, depth_bytes: int) -> tuple[int, 
 
 def _tile_area(footprint: Footprint) -> int:
     """Return the results that a CTA holds: a thread's are the largest power of two below its registers."""
-    accumulators = 2 ** (math.ceil(math.log2(max(2, footprint.registers_per_thread))) - 1)
-    return int(accumulators * footprint.threads_per_cta)
+    return footprint.threads_per_cta << ((max(2, footprint.registers_per_thread) - 1).bit_length() - 1)
 
 
 def stages(kernel: Kernel) -> tuple[int, int] | None:
