@@ -24,7 +24,7 @@ from counterpoint.cuda.driver import driver_version
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, Sizes, read_calls, read_graph
-from counterpoint.cuda.issued_collectives import NotedCalls
+from counterpoint.cuda.issued_calls import NotedCalls
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
