@@ -102,14 +102,14 @@ class SideCtas:
         )
 
 
-def time_us(issue: Callable[[], object], begin: Begin | None = None, lone_us: float = 0.0) -> float:
-    """Time of one of several calls in a row, alone or beside what `begin` begins."""
+def time_us(issue: Callable[[], object], begin: Begin | None = None, side_us: float = 0.0) -> float:
+    """Time of one of several calls in a row, alone or beside what `begin` begins, which lasts `side_us`."""
     end = time.monotonic() + 0.05
     while time.monotonic() < end:
         issue()
         torch.cuda.synchronize()
     if begin is not None:
-        begin(1.9 * (CALLS + 1) * lone_us + 300)
+        begin(side_us)
         time.sleep(0.0002)
     issue()
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -157,10 +157,11 @@ def main() -> None:
     for name, issue in matmuls():
         issue()
         lone_us = _of_slowest(statistics.median(time_us(issue) for _ in range(ROUNDS)))
+        side_us = 1.9 * (CALLS + 1) * lone_us + 300
         for what, begin in beside.items():
             if side:
                 side.moved.zero_()
-            found = _of_slowest(statistics.median(time_us(issue, begin, lone_us) for _ in range(ROUNDS)))
+            found = _of_slowest(statistics.median(time_us(issue, begin, side_us) for _ in range(ROUNDS)))
             row = {
                 "matmul": name,
                 "beside": what,
@@ -169,7 +170,7 @@ def main() -> None:
                 "ratio": found / lone_us,
             }
             if side:
-                row["gb_per_s"] = side.moved.item() / ROUNDS / (1.9 * (CALLS + 1) * lone_us + 300) / 1000
+                row["gb_per_s"] = side.moved.item() / ROUNDS / side_us / 1000
             results.append(row)
             log("   " + "  ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
         save(options.output, results)

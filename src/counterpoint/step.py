@@ -23,6 +23,7 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 REDUCING_COLLECTIVES: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter", "reduce")
 TransportKind = Literal["sm", "copy_engine"]
 CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", "peer_to_peer", "set"]
+MatmulSizes = tuple[int, int, int]  # rows, inner size and columns of a matrix multiplication
 
 MAX_RANKS = 1 << 20  # of a job
 MAX_CTAS = 1 << 50  # more CTAs are no real launch: at a nanosecond each on every slot of a GPU they would take minutes
@@ -100,7 +101,7 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     flops: float | None = None
     hbm_bytes: float | None = None
     l2_bytes: float | None = None
-    matmul_sizes: tuple[int, int, int] | None = None
+    matmul_sizes: MatmulSizes | None = None
     stage_bytes: int | None = None
     element_type: ElementType | None = None
     is_work_sharing: bool = False

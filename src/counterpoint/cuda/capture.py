@@ -23,11 +23,12 @@ from counterpoint.cuda.conditions import torch_version
 from counterpoint.cuda.driver import driver_version
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, Sizes, read_calls, read_graph
+from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
 from counterpoint.cuda.issued_calls import NotedCalls
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
 from counterpoint.errors import DeviceError, StepError, cause_of
+from counterpoint.step import MatmulSizes
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.kineto import GPU_CATEGORIES
@@ -46,7 +47,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     graph: torch.cuda.CUDAGraph
     calls: list[CollectiveCall]
     collectives: list[IssuedCollective]
-    matmul_sizes: dict[int, Sizes]
+    matmul_sizes: dict[int, MatmulSizes]
     is_random: bool
 
 

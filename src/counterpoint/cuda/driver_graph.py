@@ -27,8 +27,8 @@ from counterpoint.cuda.driver import (
     waits_of,
 )
 from counterpoint.cuda.graph import AbstractExecutable, AbstractGraph, GraphNode
-from counterpoint.cuda.graph_reading import Sizes
 from counterpoint.errors import DeviceError
+from counterpoint.step import MatmulSizes
 
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 NOT_NOTED = "torch.distributed did not issue it directly while the step was captured"
@@ -108,7 +108,7 @@ class DriverGraph(AbstractGraph):
             self._known[number] = describe_node(self._handles[number], self._waits_for[number])
         return self._known[number]
 
-    def by_number(self, found: Mapping[int, Sizes]) -> dict[int, Sizes]:
+    def by_number(self, found: Mapping[int, MatmulSizes]) -> dict[int, MatmulSizes]:
         """Return sizes that are given by nodes' handles, by nodes' numbers."""
         return {number: found[int(handle)] for number, handle in enumerate(self._handles) if int(handle) in found}
 

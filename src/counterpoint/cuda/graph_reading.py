@@ -16,11 +16,10 @@ from msgspec.structs import replace
 
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.errors import StepError
-from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, Operation, Step
+from counterpoint.step import Collective, CollectiveKind, Copy, Dependency, Kernel, MatmulSizes, Operation, Step
 from counterpoint.traces.classify import Group, classify_kernel, copy_direction, element_bytes, known_collective, name_groups
 from counterpoint.value import Value
 
-Sizes = tuple[int, int, int]  # rows, inner size and columns of a matrix multiplication
 RECORDED_LIBRARIES = ("nccl", "rccl")  # libraries that torch.distributed calls, so their collectives are recorded
 
 
@@ -58,7 +57,7 @@ def read_graph(
     times: GraphTimes,
     num_ranks: int,
     *,
-    matmul_sizes: Mapping[int, Sizes] = MappingProxyType({}),
+    matmul_sizes: Mapping[int, MatmulSizes] = MappingProxyType({}),
 ) -> ReadGraph:
     """Build the step of a graph. An operation that waits for a node without work (an event) depends on what that waits for.
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.cuda.collective_blocks import Extent, IssuedCollective, Reduction
 from counterpoint.cuda.driver import check, handles_of
-from counterpoint.cuda.graph_reading import Sizes
+from counterpoint.step import MatmulSizes
 
 TYPES = cu.CUgraphNodeType
 ORDERING = (TYPES.CU_GRAPH_NODE_TYPE_WAIT_EVENT, TYPES.CU_GRAPH_NODE_TYPE_EVENT_RECORD, TYPES.CU_GRAPH_NODE_TYPE_EMPTY)
@@ -110,7 +110,7 @@ class NotedCalls(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped h
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[IssuedCollective] = []
-        self.matmul_sizes: dict[int, Sizes] = {}
+        self.matmul_sizes: dict[int, MatmulSizes] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

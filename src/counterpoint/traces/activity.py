@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from counterpoint.errors import TraceError
-from counterpoint.step import MAX_RANKS
+from counterpoint.step import MAX_RANKS, MatmulSizes
 from counterpoint.value import Value
 
 Category = Literal["kernel", "memcpy", "memset"]
@@ -107,7 +107,7 @@ class GpuOperation(Value, frozen=True, kw_only=True):
     arguments: LaunchArguments
     launched_us: float | None = None
     launch_call: str = ""
-    matmul_sizes: tuple[int, int, int] | None = None
+    matmul_sizes: MatmulSizes | None = None
     operator: int | None = None
 
     @property

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from counterpoint.step import MatmulSizes
 from counterpoint.traces.activity import HostOperator, HostPhase
 from counterpoint.traces.event_stream import Event
 
@@ -43,7 +44,6 @@ NO_MODULE = (
 _FSDP_MODULE = re.compile(r"^FSDP::.*?(?:\(([^()]+)\)|for (\S+))$")
 
 T = TypeVar("T")
-Sizes = tuple[int, int, int]
 Launch = tuple[int, float, str]  # the profiler's number of an operator, the time of the launch, the thread
 _Key = tuple[str, bytes, bytes] | str  # name, shapes and types as the profiler wrote them, or the name alone
 
@@ -185,7 +185,7 @@ class HostOperators:
             numbers.append(found.setdefault(known, len(found)))
         return tuple(_operator(*each) for each in found), numbers
 
-    def sizes_of(self, external_ids: set[int]) -> dict[int, Sizes]:
+    def sizes_of(self, external_ids: set[int]) -> dict[int, MatmulSizes]:
         """Return rows, inner size and columns of these operators' matrix multiplications, if shapes were recorded."""
         shaped = ((key, number) for key, number in self._keys.items() if not isinstance(key, str))
         sizes = {number: _matmul_sizes(*key[:2]) for key, number in shaped if key[0] in LEFT_OPERAND}
@@ -299,7 +299,7 @@ def _first_type(types: bytes) -> str:
     return next((name for name in names if isinstance(name, str) and name not in ("", "Scalar", "ScalarList")), "")
 
 
-def _matmul_sizes(name: str, dims: bytes) -> Sizes | None:
+def _matmul_sizes(name: str, dims: bytes) -> MatmulSizes | None:
     left = LEFT_OPERAND[name]
     try:
         found = msgspec.json.decode(dims, type=list[list[int]])[left : left + 2]
