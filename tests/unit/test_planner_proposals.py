@@ -13,9 +13,9 @@ from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.planner import Tuning, tune
 from counterpoint.planner.candidates import NO_HEAD_STARTS, propose, propose_unsimulated
-from counterpoint.planner.contention import find_contention
+from counterpoint.planner.contention import find_contention, find_rivals
 from counterpoint.planner.proposal import Proposal
-from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Step
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 WORKLOADS = ["cb_ar_opt1", "cb_a2a_opt2", "mb_ar_opt2"]
@@ -50,7 +50,7 @@ def collective(after: int | None = None, kind: str = "all_reduce", library: str 
     )
 
 
-def step(*operations: Kernel | Collective) -> Step:
+def step(*operations: Kernel | Copy | Collective) -> Step:
     return Step(name="made up", num_ranks=4, operations=operations)
 
 
@@ -115,6 +115,15 @@ def test_a_cap_that_never_paid_where_it_was_measured_is_refused(lone_us: float, 
     ((target, told),) = refused(found, "residency_cap")
     assert target == "beside"
     assert reason in told
+
+
+def test_a_kernel_behind_a_fill_races_the_collective_that_waits_for_the_same_operation() -> None:
+    fill = Copy(name="Memset", stream=0, direction="set", num_bytes=4, lone_us=1.0)
+    for between in ((), (fill,), (fill, fill)):
+        made_up = step(kernel("before"), *between, kernel("beside"), collective(0))
+        assert find_rivals(made_up) == (1 + len(between),)
+    moved = msgspec.structs.replace(fill, direction="device_to_device")
+    assert find_rivals(step(kernel("before"), moved, kernel("beside"), collective(0))) == ()
 
 
 def test_light_kernels_are_proposed_for_captured_steps_where_a_collective_waits() -> None:
