@@ -26,8 +26,9 @@ from counterpoint.sim.calibration import (
 from counterpoint.sim.calibration_curves import FIGURES_OF_MORE, SATURATIONS, fit_saturation, fit_tiles, row_wise_fraction
 from counterpoint.sim.calibration_file import broken_rules, derive, save_calibration
 from counterpoint.sim.calibration_fit import Points
-from counterpoint.sim.costs import CostModel, wire_bytes
+from counterpoint.sim.costs import CostModel
 from counterpoint.sim.rates import smooth_minimum
+from counterpoint.sim.reach import wire_bytes
 from counterpoint.step import Character, Collective, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import PACKAGE, read_toml, shipped_names

@@ -142,3 +142,11 @@ def test_small_buckets_are_joined_until_copies_pay() -> None:
     found = propose_transports(of_buckets(1), H200)
     assert not found.candidates
     assert "it sums less than 4 MiB from each rank" in found.refusals[0].reason
+
+
+def test_a_captured_graph_keeps_its_kernels_when_copies_move_a_collective() -> None:
+    buffered = step_of(named(IN), collective("reduce_scatter", 0, stream=1))
+    for captured in (False, True):
+        step = msgspec.structs.replace(buffered, is_timed_in_bursts=captured)
+        first = Simulator().run(step, H200, plan_of({1: BY_COPIES})).intervals[0]
+        assert (first.end_us - first.start_us > 90) == captured

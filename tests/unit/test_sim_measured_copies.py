@@ -5,6 +5,7 @@ The workloads of benchmarks/results/paper_2x_h200.json as they were captured.
 
 from functools import cache
 
+import msgspec
 import pytest
 
 from counterpoint.controls import Transport
@@ -14,16 +15,17 @@ from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.step import Collective, CollectiveKind
+from counterpoint.step import Collective, CollectiveKind, Dependency
 from helpers.paper_runs import captured_steps, measured_rows, simulated_rows
 from helpers.toy_steps import H200, plan_of, step_of
 
 MIB = 1 << 20
-# By copies, and over all rows together. `opt2` has the tile that is not recognized, with caps that are 10 to 17 % off.
+# By copies, and over all rows together. `opt2` has the tile that is not recognized, with caps that are 10 to 17 % off. The
+# sums of `cb_ar_large` take 2.4 times as long beside its matmul, which is not simulated.
 LIMITS = {
     "cb_ar_opt1": (0.04, 0.06),
-    "cb_ar_opt2": (0.03, 0.04),
-    "cb_ar_large": (0.02, 0.05),
+    "cb_ar_opt2": (0.04, 0.04),
+    "cb_ar_large": (0.09, 0.06),
     "cb_a2a_opt1": (0.04, 0.07),
     "cb_a2a_opt2": (0.04, 0.03),
     "cb_a2a_large": (0.05, 0.05),
@@ -43,13 +45,35 @@ def simulated_us(name: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("kind", "found_us", "limit"),
-    [("all_gather", 126.0, 0.22), ("all_to_all", 127.0, 0.22)],
+    [("all_gather", 126.0, 0.15), ("all_to_all", 127.0, 0.15)],
 )
 def test_64_mib_alone_by_copies_take_their_measured_times(kind: CollectiveKind, found_us: float, limit: float) -> None:
     """The times are of whole replays; what a graph adds before its first copy, the simulator leaves out."""
-    step = step_of(Collective(name="alone", stream=0, collective=kind, num_bytes=64 * MIB, group_size=2))
+    alone = step_of(Collective(name="alone", stream=0, collective=kind, num_bytes=64 * MIB, group_size=2))
+    step = msgspec.structs.replace(alone, is_timed_in_bursts=True)
     timeline = Simulator().run(step, H200, plan_of({0: Transport(transport="copy_engine")}))
     assert measure(timeline).makespan_us == pytest.approx(found_us, rel=limit)
+
+
+# four in a row, each behind a kernel of 3 us; benchmarks/results/fresh_cases_2x_h200.json
+@pytest.mark.parametrize(
+    ("kind", "mib", "found_us"),
+    [
+        ("all_reduce", 16, 355),
+        ("all_reduce", 384, 4991),
+        ("all_gather", 16, 186),
+        ("all_gather", 384, 2191),
+        ("reduce_scatter", 64, 550),
+        ("reduce_scatter", 384, 2837),
+        ("all_to_all", 384, 2195),
+    ],
+)
+def test_collectives_by_copies_in_a_row_take_their_measured_times(kind: CollectiveKind, mib: int, found_us: float) -> None:
+    first = Collective(name=kind, stream=0, collective=kind, num_bytes=mib * MIB, group_size=2)
+    others = [msgspec.structs.replace(first, waits_for=(Dependency(operation=number),)) for number in range(3)]
+    step = msgspec.structs.replace(step_of(first, *others), is_timed_in_bursts=True)
+    timeline = Simulator().run(step, H200, plan_of(dict.fromkeys(range(4), Transport(transport="copy_engine"))))
+    assert measure(timeline).makespan_us == pytest.approx(found_us - 3, rel=0.07)
 
 
 @pytest.mark.parametrize(("num_blocks", "found_us"), [(2, 29.3), (4, 45.5), (8, 77.0)])

@@ -122,3 +122,27 @@ def test_times_from_a_trace_hold_what_collectives_took() -> None:
         Collective(name="c", stream=1, collective="all_reduce", num_bytes=1024 * MIB, group_size=2),
     )
     assert ends_us(exchange, few, is_traced=True)[1] == pytest.approx(LONE_US, rel=0.01)
+
+
+# Triton's matmuls of 6144^3 on an H200 (2026-11-29), us at MHz: at two clocks, alone and with one CTA on an SM
+@pytest.mark.parametrize(
+    ("tile", "num_stages", "usual", "alone"),
+    [
+        ((64, 128, 32), 4, ((1515, 1071), (1320, 1210)), ((1967, 1639), (1637, 1740))),
+        ((128, 64, 64), 3, ((1651, 1056), (1358, 1174)), ((1966, 1418), (1576, 1540))),
+    ],
+)
+def test_small_tiles_keep_their_speed_down_to_a_knee_of_the_clock_unless_few_ctas_wait_for_them(
+    tile: Tile, num_stages: int, usual: Any, alone: Any
+) -> None:
+    kernel = tiled(tile, num_stages, 90, 128, num_ctas=4608, lone_us=1000.0)
+    cap = ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=cap_shared_bytes(H200.gpu, kernel.footprint, 1))
+    step = Step(name="tiles", num_ranks=1, operations=(kernel,), device_name="NVIDIA H200", is_timed_in_bursts=True)
+
+    def longer(clocks: Any, plan: Plan) -> float:
+        burst_mhz = 1775.0
+        times = [Simulator(clock_share=mhz / burst_mhz).run(step, H200, plan).intervals[0].end_us for mhz, _ in clocks]
+        return times[1] / times[0]
+
+    for clocks, plan in ((usual, LEAVE_IT), (alone, plan_of({0: cap}))):
+        assert longer(clocks, plan) == pytest.approx(clocks[1][1] / clocks[0][1], rel=0.04)

@@ -1,12 +1,15 @@
 """The validation set: fixed cases, their files, their predictions, and the figures of those."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 import pytest
+from benchmarks.conditions import RESULTS
+from benchmarks.fresh_cases import FAMILIES, cases_of, predicted, table
 
 from counterpoint.errors import WorkloadError
 from counterpoint.machine import load_machine
@@ -42,6 +45,7 @@ from counterpoint.validation.records import (
 from helpers.command import counterpoint, refusal
 from helpers.toy_steps import NCCL
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "validation.md"
 MACHINE = load_machine("h200")
 NVJET = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"
 
@@ -351,3 +355,18 @@ def test_validate_prints_figures_of_a_file() -> None:
 )
 def test_misuse_of_validate_is_one_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     assert words in refusal("validate", *arguments, cwd=tmp_path)
+
+
+def test_fresh_cases_are_none_of_the_set_and_are_predicted_as_stored() -> None:
+    fresh = [case for family in FAMILIES for case in cases_of(family, 101)]
+    assert len({case.name for case in fresh}) == len(fresh) == 48
+    assert not {case.entries for case in fresh} & {case.entries for case in cases_for(2)}
+    rows = list(predicted(RESULTS / "fresh_head_starts_2x_h200.json"))
+    head_starts = [row for _, row in rows if row.label == "head start 5 us"]
+    near = sum(abs(row.measured_change - row.predicted_change) < 0.03 for row in head_starts)
+    assert (len(head_starts), near) == (32, 23)  # docs/log.md
+    text = DOCUMENT.read_text()
+    for name in ("fresh_cases", "fresh_head_starts"):
+        (line,) = [each for each in table(list(predicted(RESULTS / f"{name}_2x_h200.json"))) if each.startswith("all but")]
+        mean, p90 = re.search(r"error ([\d.]+)% \(([\d.]+)%", line).groups()  # type: ignore[union-attr]
+        assert f"{mean} % off ({p90} %)" in text, line

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from counterpoint.analysis.values import CollectiveSize, RankAnalysis, TracedCollective, spread_of
 from counterpoint.analysis.waits import Arrival
-from counterpoint.sim.costs import wire_bytes
+from counterpoint.sim.reach import wire_bytes
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 

@@ -24,11 +24,11 @@ class BlockKernels:
     def __init__(self, num_sms: int, block_us: float, hbm_bytes_per_s: float) -> None:
         self._num_sms, self._block_us, self._hbm_bytes_per_s = num_sms, block_us, hbm_bytes_per_s
 
-    def total(self, collective: Collective) -> Kernel:
-        """Return the kernel that sums the ranks' blocks. It reads every block and writes its sum, that of an all-reduce to
-        two places: the others fetch one.
+    def total(self, collective: Collective, *, in_job: bool) -> Kernel:
+        """Return the kernel that sums the ranks' blocks: it reads every block and writes the sum. In a job it writes that of
+        an all-reduce to two places, one of which the others fetch.
         """
-        num_blocks = collective.group_size + (2 if collective.collective == "all_reduce" else 1)
+        num_blocks = collective.group_size + (2 if in_job and collective.collective == "all_reduce" else 1)
         return self._kernel(f"sum of {collective.name}", collective, num_blocks)
 
     def own_copy(self, collective: Collective) -> Kernel:

@@ -37,7 +37,8 @@ PowerFigure = Literal[
     "library_matmul_w",
     "matmul_w",
     "large_matmul_w",
-    "matmul_clock_exponent",
+    "matmul_clock_knee",
+    "tile_clock_exponent",
     "large_matmul_clock_exponent",
     "fp32_matmul_w",
     "attention_w",
@@ -228,6 +229,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
     copy_engine_fraction: Constant
+    recorded_copy_fraction: Constant
     copy_latency_us: Constant
     flag_latency_us: Constant
     block_sum_us: Constant

@@ -17,9 +17,9 @@ from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
 from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize, num_ranks
-from counterpoint.sim.costs import wire_bytes
 from counterpoint.sim.matmul_rates import is_l2_limited
 from counterpoint.sim.rates import EXPONENT, smooth_minimum
+from counterpoint.sim.reach import wire_bytes
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
 from counterpoint.units import MIB, US_PER_S, format_numbers

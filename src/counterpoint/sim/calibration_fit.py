@@ -65,6 +65,7 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
         "host_link_bytes_per_s": _host_link(points),
         "block_sum_us": _block_sum(points, machine),
         "copy_engine_fraction": _copy_fraction(points, machine),
+        "recorded_copy_fraction": _copy_fraction(points, machine),
         "copy_latency_us": _copy_latency(points),
     }
     return {name: fitted for name, fitted in found.items() if fitted is not None}

@@ -19,8 +19,8 @@ LEAST_SLOWDOWN = 1.01  # of the library's matmul; less cannot be told from noise
 BURST_CLOCK = 1775 / 1980  # of the library's matmuls and of large tiles, relative to an idle GPU; read on an H200
 NOT_SLOWED: dict[PowerFigure, str] = {"fp32_matmul_w": "matmul fp32", "row_wise_w": "softmax", "streaming_w": "streaming"}
 # names of the figures of tiled matmuls, the loads that tell them, and the clock of a burst of these
-TILES: tuple[tuple[PowerFigure, PowerFigure, tuple[str, ...], float], ...] = (
-    ("matmul_w", "matmul_clock_exponent", ("matmul 64x64x32", "matmul 64x64x32, 4 stages"), 1.0),
+TILES: tuple[tuple[PowerFigure, PowerFigure | None, tuple[str, ...], float], ...] = (
+    ("matmul_w", None, ("matmul 64x64x32", "matmul 64x64x32, 4 stages"), 1.0),
     (
         "large_matmul_w",
         "large_matmul_clock_exponent",
@@ -79,7 +79,9 @@ def fit_power(points: Points, limit_w: float) -> dict[PowerFigure, Fitted]:
             ]
             told = " and ".join(f"{name} at {load.clock_mhz:,.0f} MHz" for name, load in loads.items())
             found[watts_figure] = _fitted([(load.watts - idle.watts) / c**limited.exponent for load, c in shares], told)
-            found[clock_figure] = _fitted([max(0.0, -math.log(load.slowdown) / math.log(c)) for load, c in shares], told)
+            if clock_figure is not None:
+                exponents = [max(0.0, -math.log(load.slowdown) / math.log(c)) for load, c in shares]
+                found[clock_figure] = _fitted(exponents, told)
     return found
 
 

@@ -11,8 +11,9 @@ import math
 from functools import cached_property
 
 from counterpoint.sim.calibration import Calibration
-from counterpoint.sim.costs import CostModel, wire_bytes
+from counterpoint.sim.costs import CostModel
 from counterpoint.sim.network import Fabric, Level
+from counterpoint.sim.reach import wire_bytes
 from counterpoint.step import Collective, CollectiveKind
 from counterpoint.units import MIB, US_PER_S
 from counterpoint.value import Value

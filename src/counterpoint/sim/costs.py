@@ -18,12 +18,19 @@ from counterpoint.sim.block_kernels import BlockKernels
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.matmul_rates import is_l2_limited, l2_bytes_per_s, reached_flops_per_s
 from counterpoint.sim.nodes import leaves_node
-from counterpoint.sim.power import clock_exponent
+from counterpoint.sim.power import slowdown, tile_latency
 from counterpoint.sim.rates import EXPONENT, SM_EXPONENT, L2Delivery, MemoryLatency, smooth_minimum
-from counterpoint.sim.reach import by_copies_bytes, by_kernels_bytes, collective_bytes_per_s, copies_bytes_per_s
+from counterpoint.sim.reach import (
+    by_copies_bytes,
+    by_kernels_bytes,
+    bytes_to_a_peer,
+    collective_bytes_per_s,
+    copies_bytes_per_s,
+    wire_bytes,
+)
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, stages, tile_of, tile_stages
-from counterpoint.step import Collective, CollectiveKind, Copy, Footprint, Kernel, Operation
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
@@ -34,22 +41,6 @@ BYTES_OF_A_THREAD = 16  # bf16 bytes that a thread keeps in flight in the kernel
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
-def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
-    """Return the bytes that each rank sends, as nccl-tests derives bus bandwidth."""
-    share = (group_size - 1) / group_size
-    if kind == "all_reduce":
-        return 2 * share * num_bytes
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return share * num_bytes
-    return float(num_bytes) if group_size > 1 else 0.0
-
-
-def bytes_to_a_peer(collective: Collective) -> float:
-    """Return the bytes that a rank sends to each of its peers, of those to whom it sends."""
-    moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
-    return moved / max(1, collective.group_size - 1) if collective.collective == "all_to_all" else moved
-
-
 def _rate_of(collective: Collective, lone_us: float, constants: CollectiveConstants) -> float:
     """Return the bytes per second on the wire of a collective by kernels that takes this time, beyond its latency."""
     moved = wire_bytes(collective.collective, by_kernels_bytes(collective), collective.group_size)
@@ -57,10 +48,15 @@ def _rate_of(collective: Collective, lone_us: float, constants: CollectiveConsta
 
 
 class CostModel:
-    """The costs of operations on one machine, at a share of the clock at which lone times were taken."""
+    """The costs of operations on one machine, at a share of the clock at which lone times were taken. `is_captured`: copies
+    are those of a captured graph, not of a running job.
+    """
 
-    def __init__(self, machine: Machine, calibration: Calibration, clock_share: float = 1.0) -> None:
-        self._clock_share = clock_share
+    def __init__(
+        self, machine: Machine, calibration: Calibration, clock_share: float = 1.0, *, is_captured: bool = False
+    ) -> None:
+        self._clock_share, self._is_captured = clock_share, is_captured
+        self._copy_fraction = (calibration.recorded_copy_fraction if is_captured else calibration.copy_engine_fraction).value
         self.machine = machine
         self._gpu = machine.gpu
         self._calibration = calibration
@@ -98,20 +94,19 @@ class CostModel:
     def kernel_work(self, kernel: Kernel) -> SmWork:
         """Return the work of one CTA of a kernel, at the kernel's own residency."""
         constants = self._calibration.characters[kernel.character]
-        per_sm = self._ctas_per_sm(kernel)
-        issue = self._issue_per_cta(kernel)
+        per_sm, issue = self._ctas_per_sm(kernel), self._issue_per_cta(kernel)
         effective = self._effective_ctas(kernel)
-        clock_share = self._clock_share ** clock_exponent(kernel, self.machine, self._calibration)
-        hbm = clock_share * self._hbm_per_cta(kernel, constants, effective)
+        speed = 1 / slowdown(kernel, self.machine, self._calibration, self._clock_share)
+        hbm = speed * self._hbm_per_cta(kernel, constants, effective)
         waits = constants.bottleneck != "issue" and kernel.cta_us is None
-        slowdown = self.latency.slowdown(hbm * effective / self.hbm_bytes_per_s, 0.0) if waits else 1.0
-        achieved = smooth_minimum(hbm * effective / slowdown, self.hbm_bytes_per_s)
+        longer = self.latency.slowdown(hbm * effective / self.hbm_bytes_per_s, 0.0) if waits else 1.0
+        achieved = smooth_minimum(hbm * effective / longer, self.hbm_bytes_per_s)
         cta_us = max(self._cta_us(kernel, issue * per_sm, per_sm, achieved), LEAST_US)
         tiles = self._num_tiles(kernel, cta_us)
         if tiles:
             cta_us *= self._waves(kernel) / math.ceil(tiles / self._resident_ctas(kernel))
         return SmWork(
-            cta_ps=cta_us * PS_PER_US / clock_share,
+            cta_ps=cta_us * PS_PER_US / speed,
             issue_per_cta=issue,
             issue_reference=issue * per_sm,
             hbm_per_cta=hbm,
@@ -122,6 +117,7 @@ class CostModel:
             waits_for_memory=waits,
             loads_l2=constants.bottleneck == "issue",
             has_tiles=kernel.cta_us is None and tile_of(kernel) is not None,
+            clock_latency=tile_latency(kernel, self._calibration, self._clock_share),
             l2_reference=self._crowding(kernel, self._resident_ctas(kernel)),
         )
 
@@ -363,7 +359,7 @@ class CostModel:
             rate = operation.num_bytes * US_PER_S / lone_us
             is_remote = operation.direction == "peer_to_peer"
             hbm = rate * (2 if operation.direction == "device_to_device" else 1)
-            link = self.machine.link.bytes_per_s * self._calibration.copy_engine_fraction.value
+            link = self.machine.link.bytes_per_s * self._copy_fraction
             return CopyWork(
                 lone_ps=lone_us * PS_PER_US,
                 hbm_demand=min(hbm, self.hbm_bytes_per_s),
@@ -381,8 +377,9 @@ class CostModel:
         """
         ranks = collective.group_size
         moved_us = US_PER_S * collective.num_bytes / ranks * (ranks - 1) / self._copy_bytes_per_s(collective)
-        copies = self._copies(self._calibration.copy_latency_us.value * ranks + moved_us, collective)
-        total = self._blocks.total(collective)
+        number = ranks - self._is_captured  # of latencies: in a job, one is for the flag that lets the copies begin
+        copies = self._copies(self._calibration.copy_latency_us.value * number + moved_us, collective)
+        total = self._blocks.total(collective, in_job=not self._is_captured)
         return copies, total, copies if collective.collective == "all_reduce" else None
 
     def own_copy(self, collective: Collective) -> Kernel:
@@ -405,7 +402,7 @@ class CostModel:
         own part.
         """
         if collective.collective in SUMMED_COLLECTIVES:
-            return self.lone_us(self._blocks.total(collective))
+            return self.lone_us(self._blocks.total(collective, in_job=not self._is_captured))
         return US_PER_S * 2 * collective.num_bytes / collective.group_size / self.hbm_bytes_per_s
 
     def _constants_of(self, collective: Collective) -> CollectiveConstants:
@@ -456,13 +453,13 @@ class CostModel:
         its links.
         """
         rate, limit = self._copy_bytes_per_s(collective), self._wire_bytes_per_s(collective)
-        most = max(rate, limit * self._calibration.copy_engine_fraction.value)
+        most = max(rate, limit * self._copy_fraction)
         return CopyWork(lone_ps=lone_us * PS_PER_US, hbm_demand=2 * rate, link_demand=rate, link_limit=most)
 
     def _copy_bytes_per_s(self, collective: Collective) -> float:
         """Return the bytes per second that copy engines reach if a rank copies to its peers one after the other."""
         num_ranks = min(collective.group_size, max(2, self.machine.num_gpus))
-        return copies_bytes_per_s(self.link(collective), num_ranks) * self._calibration.copy_engine_fraction.value
+        return copies_bytes_per_s(self.link(collective), num_ranks) * self._copy_fraction
 
     def _collective_us(self, collective: Collective, footprint: Footprint) -> float:
         constants = self._constants_of(collective)
@@ -475,7 +472,7 @@ class CostModel:
         rates = {
             "device_to_device": self.hbm_bytes_per_s / 2,
             "set": self.hbm_bytes_per_s,
-            "peer_to_peer": self.machine.link.per_peer_bytes_per_s * self._calibration.copy_engine_fraction.value,
+            "peer_to_peer": self.machine.link.per_peer_bytes_per_s * self._copy_fraction,
             "host_to_device": self._calibration.host_link_bytes_per_s.value,
             "device_to_host": self._calibration.host_link_bytes_per_s.value,
         }

@@ -91,7 +91,9 @@ class EffectReader:
         return effects
 
     def _move_in_place(self, effects: list[Effect]) -> None:
-        """Let what the plan moves by copies do without flat buffers, if the step has some."""
+        """Let what the plan moves by copies do without flat buffers, if the step has some. A captured graph keeps them."""
+        if self._step.is_timed_in_bursts:
+            return
         moved = [
             number
             for number, (operation, effect) in enumerate(zip(self._step.operations, effects, strict=True))

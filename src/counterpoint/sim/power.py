@@ -4,7 +4,8 @@ A GPU lowers its clock to hold its mean power over some tens of milliseconds at 
 belong to a burst's higher clock, so a step that runs continuously takes longer. At a share c of the burst's clock, an
 operation takes 1 / c as long. Its watts above an idle GPU are multiplied by c to the power of `exponent`, because the
 voltage falls with the clock. Kernels that the memory limits take no longer: matmuls of 128 rows draw as much as large ones,
-at a clock that is as low, and take as long as in a burst. Tiled matmuls, which wait for L2, are slowed less than others.
+at a clock that is as low, and take as long as in a burst. Matmuls of small tiles wait for L2: they take as long down to a
+clock at which the SMs limit them. With few CTAs on an SM, which wait for their tiles, they slow down from the start.
 The power of an operation does not depend on what runs beside it. The mean power of a step is the sum of each operation's
 watts times its time alone, divided by the time of the step. At the clock sought, it equals the power that the limit leaves
 above an idle GPU. The step is simulated again at that clock.
@@ -31,10 +32,7 @@ MOST_ROUNDS = 6
 # known, by the registers that its results take.
 LARGE_TILE_REUSE = 128
 LARGE_TILE_REGISTERS = 128 * 128
-CLOCK_EXPONENTS: dict[PowerFigure, PowerFigure] = {
-    "matmul_w": "matmul_clock_exponent",
-    "large_matmul_w": "large_matmul_clock_exponent",
-}
+KNEE_EXPONENT = 12  # how sharply the clock begins to limit a matmul that waits for L2 at a burst's clock
 OF_CHARACTERS: dict[Character, PowerFigure] = {
     "attention": "attention_w",
     "streaming": "streaming_w",
@@ -44,10 +42,10 @@ OF_CHARACTERS: dict[Character, PowerFigure] = {
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """An operation's energy (watts above idle times microseconds in a burst), and how its time grows as the clock falls."""
+    """An operation's energy in a burst: watts above idle times microseconds."""
 
+    operation: Operation
     energy: float
-    clock_exponent: float
 
 
 class PowerModel:
@@ -62,28 +60,45 @@ class PowerModel:
 
     def drawn(self, operation: Operation, lone_us: float, *, is_copied: bool) -> Drawn:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
-        watts = self._figures[_figure_of(operation, is_copied=is_copied)].value
-        exponent = clock_exponent(operation, self._machine, self._calibration) if isinstance(operation, Kernel) else 0.0
-        return Drawn(watts * lone_us, exponent)
+        return Drawn(operation, self._figures[_figure_of(operation, is_copied=is_copied)].value * lone_us)
 
     def next_clock(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
         """Return a clock, as a share of a burst's, that is nearer to the limit than the one that gave this makespan."""
         exponent = self._figures["exponent"].value
         left = self._figures["limit_w"].value - self._figures["idle_w"].value
-        used = sum(each.energy * clock_share ** (exponent - each.clock_exponent) for each in drawn) / makespan_us
+        energy = sum(each.energy * self._slowdown(each.operation, clock_share) for each in drawn)
+        used = energy * clock_share**exponent / makespan_us
         return min(1.0, clock_share * (left / used) ** (1 / exponent)) if used else 1.0
 
+    def _slowdown(self, operation: Operation, clock_share: float) -> float:
+        if not isinstance(operation, Kernel):
+            return 1.0
+        return slowdown(operation, self._machine, self._calibration, clock_share)
 
-def clock_exponent(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
-    """Return how a kernel's time grows as the clock falls: 1 if its instructions limit it, 0 if the memory does."""
+
+def slowdown(kernel: Kernel, machine: Machine, calibration: Calibration, clock_share: float) -> float:
+    """Return how much longer a kernel takes alone at this share of a burst's clock: not at all if the memory limits it."""
     if calibration.characters[kernel.character].bottleneck == "hbm":
-        return 0.0
-    if not calibration.power:
         return 1.0
-    figure = CLOCK_EXPONENTS.get(_figure_of(kernel, is_copied=False))
-    if figure is not None:
-        return calibration.power[figure].value
-    return share_of_instructions(kernel, machine, calibration)
+    if not calibration.power:
+        return 1 / clock_share
+    figure = _figure_of(kernel, is_copied=False)
+    if figure == "matmul_w":
+        knee = calibration.power["matmul_clock_knee"].value
+        longer = (1 + (knee / clock_share) ** KNEE_EXPONENT) / (1 + knee**KNEE_EXPONENT)
+        return float(longer ** (1 / KNEE_EXPONENT))
+    if figure == "large_matmul_w":
+        return float(clock_share ** -calibration.power["large_matmul_clock_exponent"].value)
+    return float(clock_share ** -share_of_instructions(kernel, machine, calibration))
+
+
+def tile_latency(kernel: Kernel, calibration: Calibration, clock_share: float) -> float:
+    """Return how much longer tiles of a matmul are on their way at this share of a burst's clock; 1 for other kernels, and
+    for large tiles, whose own exponent says it.
+    """
+    if not calibration.power or _figure_of(kernel, is_copied=False) != "matmul_w":
+        return 1.0
+    return float(clock_share ** -calibration.power["tile_clock_exponent"].value)
 
 
 def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:

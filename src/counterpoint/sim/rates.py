@@ -194,13 +194,14 @@ def _share_sms(
         asked = 0.0
         for cohort in group.cohorts:
             work = cohort.task.work
-            asked += cohort.count * work.issue_per_cta / (1 + tile_latency if work.has_tiles else 1.0)
+            asked += cohort.count * work.issue_per_cta / (work.clock_latency * (1 + tile_latency if work.has_tiles else 1.0))
         crowding, num_sms = 1 + asked**SM_EXPONENT, group.num_sms()
         task, share = None, 0.0
         for cohort in group.cohorts:
             if cohort.task is not task:
                 task = cohort.task
                 share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
+                share /= task.work.clock_latency
                 if task.work.has_tiles:
                     share /= 1 + tile_latency
             shares.append(share)

@@ -1,4 +1,4 @@
-"""The link bandwidth that collectives of W ranks can reach: bytes that each rank sends per second.
+"""What collectives of W ranks move, and the link bandwidth that they can reach: bytes that each rank sends per second.
 
 Ranks are GPUs 0 to W - 1 of a node. Behind a switch the bound is always the port's rate. On direct links it depends on which
 GPUs communicate: an all-to-all ends with its slowest pair, because every pair moves as much; a ring crosses every cut of the
@@ -18,6 +18,22 @@ from counterpoint.links import Link
 from counterpoint.step import Collective, CollectiveKind
 
 MOST_CUT_OFF = 2  # most GPUs on the smaller side of the cuts examined: only pairs share wide links
+
+
+def wire_bytes(kind: CollectiveKind, num_bytes: int, group_size: int) -> float:
+    """Return the bytes that each rank sends, as nccl-tests derives bus bandwidth."""
+    share = (group_size - 1) / group_size
+    if kind == "all_reduce":
+        return 2 * share * num_bytes
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return share * num_bytes
+    return float(num_bytes) if group_size > 1 else 0.0
+
+
+def bytes_to_a_peer(collective: Collective) -> float:
+    """Return the bytes that a rank sends to each of its peers, of those to whom it sends."""
+    moved = wire_bytes(collective.collective, collective.num_bytes, collective.group_size)
+    return moved / max(1, collective.group_size - 1) if collective.collective == "all_to_all" else moved
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.engine import Engine
-from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, clock_exponent
+from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, slowdown
 from counterpoint.sim.rates import SM_EXPONENT, RateModel
 from counterpoint.sim.task_graph import TaskGraph, check_fit
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
@@ -29,9 +29,12 @@ class StepRun:
         self.step, self.calibration = step, calibration
         self._effects, self.machine = effects, machine
 
+    def _costs(self, clock_share: float = 1.0) -> CostModel:
+        return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
+
     def spans(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
-        costs = CostModel(self.machine, self.calibration, clock_share)
+        costs = self._costs(clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
         is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
         rates = RateModel(costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
@@ -43,7 +46,7 @@ class StepRun:
         copies move, the copies' time; for one that a plan makes unnecessary, 0. Raises `StepError` for a launch that does
         not fit.
         """
-        costs = CostModel(self.machine, self.calibration)
+        costs = self._costs()
         found: list[float] = []
         for index, (operation, effect) in enumerate(zip(self.step.operations, self._effects, strict=True)):
             if effect.is_saved:
@@ -53,16 +56,14 @@ class StepRun:
             else:
                 if not isinstance(operation, Copy) and effect.footprint is not None:
                     check_fit(index, operation, effect.footprint, self.machine)
-                found.append(costs.lone_us(operation) / self._speed(operation, clock_share))
+                found.append(costs.lone_us(operation) * self._slowdown(operation, clock_share))
         return found
 
-    def _speed(self, operation: Operation, clock_share: float) -> float:
-        """Return the speed of an operation alone at a share of the clock; 1 at the clock of its lone time."""
-        return (
-            clock_share ** clock_exponent(operation, self.machine, self.calibration)
-            if isinstance(operation, Kernel)
-            else 1.0
-        )
+    def _slowdown(self, operation: Operation, clock_share: float) -> float:
+        """Return how much longer an operation takes alone at a share of the clock of its lone time."""
+        if not isinstance(operation, Kernel):
+            return 1.0
+        return slowdown(operation, self.machine, self.calibration, clock_share)
 
     def without_plan(self) -> "StepRun":
         """Return the same step as it is."""

@@ -26,7 +26,8 @@ class SmWork(Value, frozen=True, kw_only=True):
     `is_work_sharing`: the CTAs share the work in arbitrarily small parts. `num_tiles`: they take that many tiles, one after
     the other, and `cta_ps` is the time of one; 0 if each CTA has its own work. `waits_for_memory`: `hbm_per_cta` is what its
     CTAs keep in flight at idle latency. `loads_l2`: it reads more from L2 than from the memory. `has_tiles`: its CTAs wait
-    for tiles of a matmul, so they keep less in flight as the memory's latency grows. `l2_reference`: for matmuls that L2
+    for tiles of a matmul, so they keep less in flight as the memory's latency grows. `clock_latency`: how much longer these
+    are on their way at the step's clock than at that of the lone time. `l2_reference`: for matmuls that L2
     limits, how much longer they take in the reference state because their CTAs crowd L2; 0 for other work.
     `latency_weight`: the share of the growth of the memory's latency that a collective's CTA sees.
     """
@@ -45,6 +46,7 @@ class SmWork(Value, frozen=True, kw_only=True):
     waits_for_memory: bool = False
     loads_l2: bool = False
     has_tiles: bool = False
+    clock_latency: float = 1.0
     l2_reference: float = 0.0
     latency_weight: float = 1.0
 

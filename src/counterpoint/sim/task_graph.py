@@ -24,6 +24,7 @@ from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, St
 from counterpoint.units import PS_PER_US, us_to_ps
 
 Task = SmTask | CopyTask
+PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
 START = -1  # instead of an operation: an operation without dependencies waits for the start of the step
 
 
@@ -46,6 +47,7 @@ class TaskGraph:
         self._on_stream: dict[int, list[int]] = {}
         self._held_up: dict[int, list[int]] = {}  # by operation, further tasks that it waits for
         self._racing = racing_collectives(step, effects)
+        self._is_captured = step.is_timed_in_bursts
         for index, operation in enumerate(step.operations):
             self._add(index, operation)
 
@@ -65,13 +67,7 @@ class TaskGraph:
         elif isinstance(operation, Collective) and is_summed(operation, effect):
             self._add_summed(index, operation, self._after_peers(operation, launch))
         elif isinstance(operation, Collective) and effect.uses_copy_engine:
-            launch = self._after_peers(operation, launch)
-            self._append(self._task(index, operation), launch)
-            if effect.is_in_place:
-                own = self._costs.own_copy(operation)
-                self._append(
-                    self._sm_task(index, own, own.footprint, self._lane_priority()), self._after(len(self.tasks) - 1)
-                )
+            self._add_copied(index, operation, self._after_peers(operation, launch))
         else:
             self._append(self._task(index, operation), launch)
         self.last.append(len(self.tasks) - 1)
@@ -123,7 +119,33 @@ class TaskGraph:
         if not collective.peer_wait_us:
             return launch
         self._append(CopyTask(len(self.tasks), CopyWork(lone_ps=collective.peer_wait_us * PS_PER_US)), launch)
-        return self._after(len(self.tasks) - 1)
+        return self._after((len(self.tasks) - 1, self._flag_ps))
+
+    def _add_copied(self, index: int, collective: Collective, launch: Launch) -> None:
+        """Add copies. Those of a captured graph wait for a flag and raise another, and a kernel moves a rank's own part
+        beside them.
+        """
+        copies = len(self.tasks)
+        self._append(self._task(index, collective), self._late(launch) if self._is_captured else launch)
+        if self._effects[index].is_in_place:
+            self._append(self._own_copy(index, collective), self._after((copies, self._flag_ps)))
+        elif self._is_captured and collective.collective in PLACED_COLLECTIVES:
+            self._append(self._own_copy(index, collective), launch)
+            self._add_end(self._after((copies, self._flag_ps), (copies + 1, 0)))
+        elif self._is_captured:
+            self._add_end(self._after((copies, self._flag_ps)))
+
+    def _late(self, launch: Launch) -> Launch:
+        """Return a launch that waits for a flag of the peers, too, which they raise when they get there."""
+        waits = tuple((task, delay_ps + self._flag_ps) for task, delay_ps in launch.waits_for)
+        return msgspec.structs.replace(launch, waits_for=waits, earliest_ps=launch.earliest_ps + self._flag_ps)
+
+    def _add_end(self, launch: Launch) -> None:
+        self._append(CopyTask(len(self.tasks), CopyWork(lone_ps=LEAST_US * PS_PER_US)), launch)
+
+    def _own_copy(self, index: int, collective: Collective) -> SmTask:
+        own = self._costs.own_copy(collective)
+        return self._sm_task(index, own, own.footprint, self._lane_priority())
 
     def _add_summed(self, index: int, collective: Collective, launch: Launch) -> None:
         """Add copies out, the sum, and copies back; the sum's stream has the greatest priority, as a lane's has."""
@@ -131,10 +153,14 @@ class TaskGraph:
         sent = msgspec.structs.replace(collective, num_bytes=round(collective.num_bytes * effect.sent_share))
         out, total, back = self._costs.reducing_copies(sent)
         task = len(self.tasks)
-        self._append(CopyTask(task, out), launch)
-        self._append(self._sm_task(index, total, total.footprint, self._lane_priority()), self._after(task))
+        self._append(CopyTask(task, out), self._late(launch) if self._is_captured else launch)
+        self._append(self._sm_task(index, total, total.footprint, self._lane_priority()), self._after((task, self._flag_ps)))
         if back is not None:
-            self._append(CopyTask(task + 2, back), self._after(task + 1))
+            self._append(
+                CopyTask(task + 2, back), self._after((task + 1, self._latency_ps if self._is_captured else self._flag_ps))
+            )
+        if back is not None and self._is_captured:
+            self._add_end(self._after((task + 2, self._flag_ps)))
 
     def _lane_priority(self) -> int:
         gpu = self._machine.gpu
@@ -161,8 +187,9 @@ class TaskGraph:
         if overlap.pair.follower is not None:
             self._held_up.setdefault(overlap.pair.follower, []).append(task + 1)
 
-    def _after(self, task: int) -> Launch:
-        return Launch(waits_for=((task, self._flag_ps),))
+    @staticmethod
+    def _after(*waits: tuple[int, int]) -> Launch:
+        return Launch(waits_for=waits)
 
     def _append(self, task: Task, launch: Launch) -> None:
         self.tasks.append(task)

@@ -114,7 +114,7 @@ def set_digest(num_ranks: int) -> str:
 @cache
 def _several_gpus() -> tuple[Case, ...]:
     drawn = random.Random(SEED)
-    return (*_pairs(drawn), *_types(drawn), *_training())
+    return (*drawn_pairs(drawn), *_types(drawn), *_training())
 
 
 def _triton(tile: tuple[int, int, int], num_warps: int, num_stages: int) -> Callable[[random.Random], Matmul]:
@@ -157,7 +157,7 @@ KERNELS: dict[str, Callable[[random.Random], Work]] = {
 }
 
 
-def _pairs(drawn: random.Random) -> list[Case]:
+def drawn_pairs(drawn: random.Random) -> list[Case]:
     """Draw each kernel in two cases and each collective as often; chains alternate with steps that issue both at once."""
     collectives = [*COLLECTIVES] * (2 * len(KERNELS) // len(COLLECTIVES))
     drawn.shuffle(collectives)
@@ -167,14 +167,14 @@ def _pairs(drawn: random.Random) -> list[Case]:
         is_chain = number < len(KERNELS)
         computations = [KERNELS[name](drawn) for _ in range(2 if is_chain else 3)]
         exchange = CollectiveWork(collective=collective, num_bytes=drawn.choice(COLLECTIVE_MIB) * MIB)
-        entries = _chain(computations[:1], exchange, 4) if is_chain else _at_once(computations, exchange)
+        entries = chain(computations[:1], exchange, 4) if is_chain else _at_once(computations, exchange)
         form = "chain" if is_chain else "at once"
         is_traced = number % 2 == 0
         cases.append(Case(name=f"{name}, {collective}, {form}", family="pairs", entries=tuple(entries), is_traced=is_traced))
     return cases
 
 
-def _chain(computations: Sequence[Work], exchange: CollectiveWork, iterations: int) -> list[Entry]:
+def chain(computations: Sequence[Work], exchange: CollectiveWork, iterations: int) -> list[Entry]:
     """Issue collectives that wait for the kernels of their iteration and may run beside those of the next one."""
     entries: list[Entry] = []
     for _ in range(iterations):
@@ -209,7 +209,7 @@ def _types(drawn: random.Random) -> list[Case]:
         exchange = CollectiveWork(collective=collective, num_bytes=drawn.choice(COLLECTIVE_MIB) * MIB)
         repeated = 6 if shape.m < 1000 else 1
         name = f"{shape.dtype} {shape.m}x{shape.n}x{shape.k}, {collective}"
-        entries = _chain([shape] * repeated, exchange, 3)
+        entries = chain([shape] * repeated, exchange, 3)
         cases.append(Case(name=name, family="types", entries=tuple(entries)))
     return cases
 
@@ -217,13 +217,13 @@ def _types(drawn: random.Random) -> list[Case]:
 def _training() -> list[Case]:
     """Return small steps in the order in which data-parallel and sharded training issues them."""
     return [
-        Case(name="DDP, 4 layers", family="training", entries=tuple(_ddp(4, 6144, 4096)), is_traced=True),
-        Case(name="FSDP, 4 layers", family="training", entries=tuple(_fsdp(4, 5120, 4096)), is_traced=True),
-        Case(name="experts, 3 layers", family="training", entries=tuple(_experts(3, 4096, 8192)), is_traced=True),
+        Case(name="DDP, 4 layers", family="training", entries=tuple(data_parallel(4, 6144, 4096)), is_traced=True),
+        Case(name="FSDP, 4 layers", family="training", entries=tuple(sharded(4, 5120, 4096)), is_traced=True),
+        Case(name="experts, 3 layers", family="training", entries=tuple(experts(3, 4096, 8192)), is_traced=True),
     ]
 
 
-def _ddp(layers: int, width: int, tokens: int) -> list[Entry]:
+def data_parallel(layers: int, width: int, tokens: int) -> list[Entry]:
     """Issue the forward pass, then both gradients of each layer, and the weight's all-reduce beside what follows."""
     grow = Matmul(m=tokens, n=width, k=width)
     weight_gradient = Matmul(m=width, n=width, k=tokens)
@@ -237,7 +237,7 @@ def _ddp(layers: int, width: int, tokens: int) -> list[Entry]:
     return entries
 
 
-def _fsdp(layers: int, width: int, tokens: int) -> list[Entry]:
+def sharded(layers: int, width: int, tokens: int) -> list[Entry]:
     """Issue all-gathers one layer ahead on their own stream, and in the backward pass reduce-scatters on a third stream."""
     weights = 2 * 2 * width * width
     gather = CollectiveWork(collective="all_gather", num_bytes=weights)
@@ -260,7 +260,7 @@ def _fsdp(layers: int, width: int, tokens: int) -> list[Entry]:
     return entries
 
 
-def _experts(layers: int, width: int, tokens: int) -> list[Entry]:
+def experts(layers: int, width: int, tokens: int) -> list[Entry]:
     """Issue attention, an all-to-all, a matmul of the tokens that came, and an all-to-all back beside a shared expert."""
     attention = Attention(batch=2, heads=width // 128, tokens=tokens // 2)
     expert = Matmul(m=tokens, n=2 * width, k=width)

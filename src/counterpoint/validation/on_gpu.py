@@ -113,15 +113,21 @@ class CaseMeasuring:
 
     def measure(self) -> MeasuredCase:
         """Return all variants of the case, plain overlap first, and its trace if it is traced."""
+        found = self.measure_captured(with_limits=self._case.is_traced)
+        if not self._case.is_traced:
+            return found
+        engaged = {row.label for row in found.rows}
+        eager = [each for each in self._eager() if each.label in engaged]
+        rows = [*found.rows, *(self._rows(eager) if eager else ())]
+        return msgspec.structs.replace(found, rows=tuple(rows), trace=self._trace())
+
+    def measure_captured(self, *, with_limits: bool) -> MeasuredCase:
+        """Return the variants that replay a graph; `with_limits`: also those with fewer CTAs for collectives."""
         step = self._captured.read.step
         places_of(self._case, step)  # raises if the case runs other operations here
         offer_copies(self._captured)
-        runnables = [*self._rewritten(), *(self._limited() if self._case.is_traced else ())]
-        engaged = {each.label for each in runnables}
-        eager = [each for each in self._eager() if each.label in engaged] if self._case.is_traced else []
-        rows = [*self._rows(runnables), *(self._rows(eager) if eager else ())]
-        trace = self._trace() if self._case.is_traced else None
-        return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), trace=trace, sum_by="one kernel")
+        rows = self._rows([*self._rewritten(), *(self._limited() if with_limits else ())])
+        return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), sum_by="one kernel")
 
     def _rewritten(self) -> Iterator[Runnable]:
         """Yield plans that a rewritten graph puts in force; plans that not every rank can verify are left out."""

@@ -27,7 +27,8 @@ from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredS
 from counterpoint.value import Value
 
 REPLAYS_PER_TIME = 2  # a time is that of the second replay
-BURST_US = 42_000.0  # the power limit of an H200 acts after this time under load
+# the power limit of an H200 acts after this time under load, in two steps; a matmul's times say how large the first one is
+BURST_US, FIRST_STEP_US, SHARE_OF_FIRST_STEP = 42_000.0, 82_000.0, 0.6
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
@@ -70,7 +71,7 @@ def _validate(path: Path, measured: MeasuredSet) -> Outcome:
             try:
                 step = _step_of(origin, cases[found.name], found, path)
                 if step is not None:
-                    rows[origin].extend(_predict(step, machine, cases[found.name], _rows_for(origin, found)))
+                    rows[origin].extend(_predict(step, machine, found, _rows_for(origin, found), cases[found.name].family))
             except CounterpointError as problem:
                 left_out.append(f"{found.name}, from {origin}: {problem}")
     return Outcome(
@@ -90,8 +91,7 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
 def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
     """Return the step that predictions of this origin start from; None if the case has none."""
     if origin == "captured steps":
-        step = as_read_today(measured.step)
-        return msgspec.structs.replace(step, is_timed_in_bursts=_loaded_us(measured) > BURST_US)
+        return _captured_step(measured)
     if origin == "sizes alone":
         return described_step(case, as_read_today(measured.step))
     if measured.trace is None:
@@ -101,10 +101,28 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> 
     return step
 
 
+def _captured_step(measured: MeasuredCase) -> Step:
+    return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
+
+
+def predict_captured(measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
+    """Return the captured rows of a case that need not be one of the set, predicted from its captured step."""
+    rows = _rows_for("captured steps", measured)
+    return list(_predict(_captured_step(measured), machine, measured, rows, "fresh"))
+
+
 def _loaded_us(measured: MeasuredCase) -> float:
     """Return how long the GPU had run at the middle one of a case's rounds: this decides whether the power limit acted."""
     captured = [row for row in measured.rows if row.setting == "captured"]
     return REPLAYS_PER_TIME * sum(row.measured_us * (WARM_UP_ROUNDS + row.num_rounds / 2) for row in captured)
+
+
+def _share_of_limit(measured: MeasuredCase) -> float:
+    """Return how far the power limit had lowered the clock at the middle one of a case's rounds."""
+    loaded_us = _loaded_us(measured)
+    if loaded_us <= BURST_US:
+        return 0.0
+    return SHARE_OF_FIRST_STEP if loaded_us <= FIRST_STEP_US else 1.0
 
 
 def as_read_today(step: Step) -> Step:
@@ -139,10 +157,13 @@ def _distinct(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
     ]
 
 
-def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRow]) -> Iterator[PredictedRow]:
+def _predict(
+    step: Step, machine: Machine, measured: MeasuredCase, rows: Sequence[MeasuredRow], family: str
+) -> Iterator[PredictedRow]:
     lone_us = Simulator().lone_times_us(step, machine)  # naive models know no power limit
     captured = {row.label: row.plan for row in rows if row.setting == "captured"}
-    simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, list(captured.values())))
+    clock_share = Simulator().clock_of_turns(step, machine, list(captured.values()))
+    simulator = Simulator(clock_share=1 - _share_of_limit(measured) * (1 - clock_share))
     predicted: dict[str, float] = {}
     for row in rows:
         if row.label not in predicted:
@@ -151,8 +172,8 @@ def _predict(step: Step, machine: Machine, case: Case, rows: Sequence[MeasuredRo
     for row in rows:
         baseline_us = row.measured_us / row.ratio
         yield PredictedRow(
-            group=f"{case.name} ({row.setting})",
-            family=case.family,
+            group=f"{measured.name} ({row.setting})",
+            family=family,
             label=row.label,
             measured_us=row.measured_us,
             measured_baseline_us=baseline_us,

@@ -1,0 +1,150 @@
+"""Cases like those of validation that nobody has looked at: pairs that other seeds draw, and further matmuls and steps.
+
+    torchrun --nproc-per-node 2 -m benchmarks.fresh_cases --seeds 105 106 -o fresh.json
+    python -m benchmarks.fresh_cases fresh.json ...     # without a GPU: the simulator's figures, by family
+
+Every case runs captured, under all controls that validation tries; nothing runs eagerly. Families: `pairs` (16 for each
+seed), `types` (ten matmuls in a chain with a collective), `training`, and `alone` (collectives after one tiny kernel).
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from counterpoint.errors import CounterpointError, cause_of
+from counterpoint.machine import load_machine
+from counterpoint.units import MIB
+from counterpoint.validation.cases import (
+    COLLECTIVE_MIB,
+    COLLECTIVES,
+    CTA_LIMITS,
+    DIMENSIONS,
+    Case,
+    CollectiveWork,
+    Elementwise,
+    Entry,
+    Matmul,
+    chain,
+    data_parallel,
+    drawn_pairs,
+    experts,
+    sharded,
+)
+from counterpoint.validation.figures import PredictedRow, figures_of
+from counterpoint.validation.outcome import predict_captured
+from counterpoint.validation.records import MeasuredCase, MeasuredSet, save_measured
+from counterpoint.value import decode_json
+
+FAMILIES = ("pairs", "types", "training", "alone")
+TYPES = ("bf16", "fp16", "bf16", "fp8", "bf16")
+
+
+def cases_of(family: str, seed: int) -> Iterator[Case]:
+    """The cases of a family, each named after it; a seed changes pairs only."""
+    found: list[tuple[str, list[Entry]]] = []
+    if family == "pairs":
+        family, found = f"pairs {seed}", [(case.name, list(case.entries)) for case in drawn_pairs(random.Random(seed))]
+    elif family == "training":
+        for name, make, sizes in (
+            ("DDP", data_parallel, ((3, 5120, 8192), (4, 4096, 4096))),
+            ("FSDP", sharded, ((3, 4096, 4096), (3, 6144, 4096))),
+            ("experts", experts, ((2, 5120, 8192), (3, 3072, 8192))),
+        ):
+            found += [(f"{name} {each}", make(*each)) for each in sizes]
+    elif family == "types":
+        drawn = random.Random(77)
+        for number in range(10):
+            m, n = drawn.choice((2048, 4096, 6144, 8192)), drawn.choice(DIMENSIONS) * drawn.choice((1, 2))
+            shape = Matmul(m=m, n=n, k=drawn.choice(DIMENSIONS), dtype=TYPES[number % len(TYPES)])
+            kind, mib = COLLECTIVES[number % len(COLLECTIVES)], drawn.choice(COLLECTIVE_MIB)
+            exchange = CollectiveWork(collective=kind, num_bytes=mib * MIB)
+            found.append((f"{shape.dtype} {m}x{n}x{shape.k}, {kind} {mib}, chain", chain([shape], exchange, 3)))
+    else:
+        for kind in COLLECTIVES:
+            for mib in (16, 64, 160, 384):
+                exchange = CollectiveWork(collective=kind, num_bytes=mib * MIB)
+                found.append((f"{kind} {mib}", chain([Elementwise(num_bytes=4 * MIB)], exchange, 4)))
+    for name, entries in found:
+        yield Case(name=f"{family}: {name}", family="pairs", entries=tuple(entries))
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure all cases on these GPUs, and save after each one."""
+    import torch  # noqa: PLC0415  figures need no GPU
+
+    from benchmarks.on_gpus import join, largest, log  # noqa: PLC0415
+    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
+    from counterpoint.validation.on_gpu import ROUNDS, CaseMeasuring  # noqa: PLC0415
+    from counterpoint.validation.steps_on_gpu import limited_groups  # noqa: PLC0415
+
+    began = time.monotonic()
+    join(int(options.stop_after_s) + 60)
+    groups, found = limited_groups(CTA_LIMITS), list[MeasuredCase]()
+    seeds = [(family, seed) for family in options.families for seed in (options.seeds if family == "pairs" else [0])]
+    for case in (case for each in seeds for case in cases_of(*each)):
+        if largest([float(time.monotonic() - began > options.stop_after_s)])[0]:
+            log(f"{case.name} is left out for want of time")
+            continue
+        with ExitStack() as opened:
+            try:
+                measuring = CaseMeasuring(case, groups, options.output, opened)
+                found.append(measuring.measure_captured(with_limits=True))
+            except (CounterpointError, RuntimeError) as refused:
+                log(f"{case.name} is left out: {cause_of(refused)}")
+                continue
+        torch.cuda.empty_cache()
+        log(f"{case.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found[-1].rows))
+        if torch.distributed.get_rank() == 0 and options.output:
+            whole = MeasuredSet(
+                digest="fresh",
+                machine=measuring.machine.name,
+                num_gpus=torch.distributed.get_world_size(),
+                conditions=measuring_conditions(rounds=ROUNDS),
+                cases=tuple(found),
+            )
+            save_measured(whole, options.output)
+
+
+def predicted(path: Path) -> Iterator[tuple[str, PredictedRow]]:
+    """Every row of a file with its family, as today's simulator predicts it from captured steps."""
+    measured = decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark.")
+    for found in measured.cases:
+        for row in predict_captured(found, load_machine(measured.machine)):
+            yield found.name.split(":")[0].split()[0], row
+
+
+def table(rows: Sequence[tuple[str, PredictedRow]]) -> Iterator[str]:
+    """The figures of each family, and of all but `alone`."""
+    for name in (*FAMILIES, "all but alone"):
+        chosen = [row for family, row in rows if family == name or (name == "all but alone" and family != "alone")]
+        if chosen:
+            each = figures_of(chosen)
+            clear = 0.0 if each.clear_sign is None else each.clear_sign
+            yield (
+                f"{name}: {each.num_groups} cases, {each.num_rows} rows, error {each.mean_error:.1%} "
+                f"({each.p90_error:.1%} at the 90th percentile), bias {each.bias:+.1%}, clear signs {clear:.1%} of "
+                f"{each.num_clear}, regret {each.mean_regret:.1%} ({each.worst_regret:.1%} at worst)"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, help="compare these; without any, measure")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[101, 102], help="of the pairs")
+    parser.add_argument("--stop-after-s", type=float, default=200.0)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    if options.files:
+        print("\n".join(table([row for path in options.files for row in predicted(path)])))
+        return
+    from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
+
+    run_and_leave(lambda: measure(options))
+
+
+if __name__ == "__main__":
+    main()
