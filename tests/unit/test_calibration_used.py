@@ -131,7 +131,9 @@ def bursts() -> list[tuple[Step, Plan]]:
     ]
     steps = [step(*[library] * 3, each) for each in beside]
     steps.append(step(*[library] * 18))  # which lasts longer than the power limit's window
-    return [(msgspec.structs.replace(each, is_timed_in_bursts=True), LEAVE_IT) for each in steps]
+    gather = (step(collective("all_gather", 256 << 20)), plan("communication", Transport(transport="copy_engine")))
+    planned = [*((each, LEAVE_IT) for each in steps), gather]
+    return [(msgspec.structs.replace(each, is_timed_in_bursts=True), how) for each, how in planned]
 
 
 def overlapped() -> list[tuple[Step, Plan]]:
