@@ -9,6 +9,9 @@ is saved to a folder, and the model is made from there, because transformers sha
 
 With `--turns` it takes the two lines of `tensor_parallel.overlap`, and runs bare and overlapped in the order ABBA: two
 steps, then ten that are timed together.
+
+With `--serve` a step is a forward pass over the prompts and nothing is trained. With `--new-tokens N` it also generates N
+tokens for each prompt. Each step is marked, as `counterpoint run` asks of a job without an optimizer.
 """
 
 import argparse
@@ -37,12 +40,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--turns", type=int, help="turns of both ways in one process, instead of --steps")
     parser.add_argument("--compile", action="store_true", help="compile the whole model")
+    parser.add_argument("--serve", action="store_true", help="run prompts through the model instead of training")
+    parser.add_argument("--new-tokens", type=int, default=0, help="with --serve, tokens to generate for each prompt")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     if options.steps < STEPS_PER_TIME:
         parser.error(f"--steps is {STEPS_PER_TIME} or more, since so many are timed together; found {options.steps}")
     if options.turns is not None and options.turns < 4:
         parser.error(f"--turns is 4 or more, so that each way is first as often as second; found {options.turns}")
+    if options.new_tokens and not options.serve:
+        parser.error("--new-tokens needs --serve, since training generates no tokens")
     return options
 
 
@@ -70,13 +77,15 @@ def make_model(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def stepper(options: argparse.Namespace, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
-    """What trains one step on one batch and returns its loss."""
-    # torch cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    """What trains one step on one batch and returns its loss, or serves it and returns the mean of logits or tokens."""
     torch.manual_seed(1)
     batch = torch.randint(0, 32000, (options.batch, options.tokens), device=options.device)
     if options.compile:
         model.compile()
+    if options.serve:
+        return server(options, model, batch)
+    # torch cannot update plain and distributed parameters, which tensor parallelism mixes, in one kernel
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
@@ -88,8 +97,29 @@ def stepper(options: argparse.Namespace, model: torch.nn.Module) -> Callable[[],
     return step
 
 
-def train_in_turns(options: argparse.Namespace) -> None:
-    """Train bare and overlapped in turns; rank 0 prints and saves ms per step of each turn."""
+def server(options: argparse.Namespace, model: torch.nn.Module, prompts: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What serves a batch of prompts."""
+    import counterpoint  # noqa: PLC0415  a job that trains does not know Counterpoint
+
+    lengths = {"min_new_tokens": options.new_tokens, "max_new_tokens": options.new_tokens}
+
+    @torch.inference_mode()
+    def step() -> torch.Tensor:
+        if options.new_tokens:
+            tokens = model.generate(
+                prompts, attention_mask=torch.ones_like(prompts), use_cache=True, pad_token_id=0, **lengths
+            )
+            shown = tokens[:, -options.new_tokens :].double().mean()
+        else:
+            shown = model(input_ids=prompts, logits_to_keep=1).logits.double().mean()
+        counterpoint.step()
+        return shown
+
+    return step
+
+
+def run_in_turns(options: argparse.Namespace) -> None:
+    """Run bare and overlapped in turns; rank 0 prints and saves ms per step, and the loss or mean, of each turn."""
     from benchmarks.on_gpus import save  # noqa: PLC0415  the bare job does not know Counterpoint
     from counterpoint.integrations import tensor_parallel  # noqa: PLC0415
 
@@ -101,23 +131,25 @@ def train_in_turns(options: argparse.Namespace) -> None:
         for _ in range(WARM_UPS):
             step()
     ms: dict[str, list[float]] = {"bare": [], "overlap": []}
+    shown: dict[str, list[float]] = {"bare": [], "overlap": []}
     for turn in range(options.turns):
-        is_on = turn % 4 in (1, 2)
-        overlapped.use(is_on)
+        way = "overlap" if turn % 4 in (1, 2) else "bare"
+        overlapped.use(way == "overlap")
         for _ in range(2):
             step().item()
         start = time.perf_counter()
         for _ in range(STEPS_PER_TIME):
-            loss = step()
-        shown = loss.item()  # waits for the GPU
-        ms["overlap" if is_on else "bare"].append(round((time.perf_counter() - start) * 1000 / STEPS_PER_TIME, 3))
+            value = step()
+        shown[way].append(value.item())  # waits for the GPU
+        ms[way].append(round((time.perf_counter() - start) * 1000 / STEPS_PER_TIME, 3))
     if dist.get_rank() == 0:
-        print(ms, f"loss {shown:.6f}", overlapped, sep="\n", flush=True)
-    save(options.output, [{"is_compiled": options.compile, "ms": ms, "counted": str(overlapped)}])
+        print(ms, shown, overlapped, sep="\n", flush=True)
+    said = {"is_compiled": options.compile, "serves": options.serve, "new_tokens": options.new_tokens}
+    save(options.output, [{**said, "ms": ms, "shown": shown, "counted": str(overlapped)}])
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train on one batch; rank 0 prints losses and the time of a step."""
+def run(options: argparse.Namespace) -> None:
+    """Run one batch again and again; rank 0 prints losses or means, and the time of a step."""
     step = stepper(options, make_model(options))
     times_ms: list[float] = []
     start = time.perf_counter()
@@ -129,7 +161,7 @@ def train(options: argparse.Namespace) -> None:
             times_ms.append((now - start) * 1000 / STEPS_PER_TIME)
             start = now
             if dist.get_rank() == 0:
-                print(f"loss {shown:.6f}", flush=True)
+                print(f"{'mean' if options.serve else 'loss'} {shown:.6f}", flush=True)
     if dist.get_rank() == 0:
         print_last_half(times_ms)
 
@@ -139,7 +171,7 @@ def main() -> None:
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
-    (train if options.turns is None else train_in_turns)(options)
+    (run if options.turns is None else run_in_turns)(options)
     dist.barrier()
     dist.destroy_process_group()
 

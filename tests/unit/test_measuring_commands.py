@@ -164,6 +164,6 @@ def test_the_transformers_job_parses_without_transformers() -> None:
 
     assert parse(["--steps", "20", "--device", "cpu"]).layers == 6
     assert "transformers" not in sys.modules
-    for wrong in (["--steps", "5"], ["--turns", "2"]):
+    for wrong in (["--steps", "5"], ["--turns", "2"], ["--new-tokens", "4"]):
         with pytest.raises(SystemExit):
             parse(wrong)
