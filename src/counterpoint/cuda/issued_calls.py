@@ -9,7 +9,7 @@ Event nodes are left out: NCCL's graph mixing puts one before and one after each
 event_record). They keep the communicator's work inside and outside of graphs in order, whatever replaces the collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import msgspec
@@ -19,7 +19,7 @@ from cuda.bindings import driver as cu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from counterpoint.cuda.collective_blocks import Extent, IssuedCollective, Reduction
-from counterpoint.cuda.driver import check, handles_of
+from counterpoint.cuda.driver import check, handles_of, waits_of
 from counterpoint.step import MatmulSizes
 
 TYPES = cu.CUgraphNodeType
@@ -123,22 +123,43 @@ class NotedCalls(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped h
         reader, left = READERS.get(func), LEFT_MATRIX.get(func)
         if reader is None and left is None:
             return func(*args, **(kwargs or {}))
+        if left is not None:  # there are many, and all nodes of one are on its stream
+            _, earlier = _under_capture()
+            result = func(*args, **(kwargs or {}))
+            (rows, inner), (_, columns) = args[left].shape, args[left + 1].shape
+            self.matmul_sizes |= dict.fromkeys(_nodes_since(earlier), (rows, inner, columns))
+            return result
         before = set(_nodes_of_capture())
         result = func(*args, **(kwargs or {}))
-        added = tuple(node for node in _nodes_of_capture() if node not in before and _is_work(node))
-        if left is not None:
-            (rows, inner), (_, columns) = args[left].shape, args[left + 1].shape
-            self.matmul_sizes |= dict.fromkeys(added, (rows, inner, columns))
-        elif reader is not None and (noted := reader(*args, **(kwargs or {}))) is not None:
+        if reader is not None and (noted := reader(*args, **(kwargs or {}))) is not None:
+            added = tuple(node for node in _nodes_of_capture() if node not in before and _is_work(node))
             self.collectives.append(msgspec.structs.replace(noted, nodes=added))
         return result
 
 
+def _under_capture() -> tuple[Any, list[int]]:
+    """Return the graph under capture, or None, and the nodes that the next work of the current stream will wait for."""
+    stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
+    _, _, graph, last, *_, number = check("Asking for the graph under capture", cu.cuStreamGetCaptureInfo(stream))
+    return (graph, [int(node) for node in last[:number]]) if graph is not None and int(graph) else (None, [])
+
+
 def _nodes_of_capture() -> list[int]:
     """Return the handles of the nodes that the graph under capture holds so far."""
-    stream = cu.CUstream(torch.cuda.current_stream().cuda_stream)
-    _, _, graph, *_ = check("Asking for the graph under capture", cu.cuStreamGetCaptureInfo(stream))
-    return [int(node) for node in handles_of(graph)] if graph is not None and int(graph) else []
+    graph, _ = _under_capture()
+    return [] if graph is None else [int(node) for node in handles_of(graph)]
+
+
+def _nodes_since(earlier: Collection[int]) -> list[int]:
+    """Return the nodes that do work on the current stream after the nodes where it ended `earlier`."""
+    _, left = _under_capture()
+    found, seen = list[int](), set(earlier)
+    while left:
+        if (node := left.pop()) not in seen:
+            seen.add(node)
+            left += waits_of(cu.CUgraphNode(node))
+            found += [node] * _is_work(node)
+    return found
 
 
 def _is_work(node: int) -> bool:
