@@ -120,18 +120,17 @@ class NotedCalls(TorchDispatchMode):  # type: ignore[misc]  # torch is untyped h
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        reader, left = READERS.get(func), LEFT_MATRIX.get(func)
-        if reader is None and left is None:
-            return func(*args, **(kwargs or {}))
-        if left is not None:  # there are many, and all nodes of one are on its stream
+        if (left := LEFT_MATRIX.get(func)) is not None:  # there are many, and all nodes of one are on its stream
             _, earlier = _under_capture()
             result = func(*args, **(kwargs or {}))
             (rows, inner), (_, columns) = args[left].shape, args[left + 1].shape
             self.matmul_sizes |= dict.fromkeys(_nodes_since(earlier), (rows, inner, columns))
             return result
+        if (reader := READERS.get(func)) is None:
+            return func(*args, **(kwargs or {}))
         before = set(_nodes_of_capture())
         result = func(*args, **(kwargs or {}))
-        if reader is not None and (noted := reader(*args, **(kwargs or {}))) is not None:
+        if (noted := reader(*args, **(kwargs or {}))) is not None:
             added = tuple(node for node in _nodes_of_capture() if node not in before and _is_work(node))
             self.collectives.append(msgspec.structs.replace(noted, nodes=added))
         return result
@@ -158,7 +157,8 @@ def _nodes_since(earlier: Collection[int]) -> list[int]:
         if (node := left.pop()) not in seen:
             seen.add(node)
             left += waits_of(cu.CUgraphNode(node))
-            found += [node] * _is_work(node)
+            if _is_work(node):
+                found.append(node)
     return found
 
 

@@ -56,6 +56,7 @@ def num_ranks(each: Point) -> int:
 
 def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
     """Return every constant that is a single number, by its name; without points, a constant is left out."""
+    copies = _copy_fraction(points, machine)
     found = {
         "launch_gap_us": _as_measured(points, "launch_gap_us", issued="eagerly"),
         "dependency_latency_us": _as_measured(points, "dependency_latency_us", issued="eagerly"),
@@ -64,8 +65,8 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
         "fp32_peak_fraction": _fp32_fraction(points, machine),
         "host_link_bytes_per_s": _host_link(points),
         "block_sum_us": _block_sum(points, machine),
-        "copy_engine_fraction": _copy_fraction(points, machine),
-        "recorded_copy_fraction": _copy_fraction(points, machine),
+        "copy_engine_fraction": copies,
+        "recorded_copy_fraction": copies,
         "copy_latency_us": _copy_latency(points),
     }
     return {name: fitted for name, fitted in found.items() if fitted is not None}

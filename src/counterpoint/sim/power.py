@@ -66,30 +66,28 @@ class PowerModel:
         """Return a clock, as a share of a burst's, that is nearer to the limit than the one that gave this makespan."""
         exponent = self._figures["exponent"].value
         left = self._figures["limit_w"].value - self._figures["idle_w"].value
-        energy = sum(each.energy * self._slowdown(each.operation, clock_share) for each in drawn)
+        slower = (slowdown(each.operation, self._machine, self._calibration, clock_share) for each in drawn)
+        energy = sum(each.energy * longer for each, longer in zip(drawn, slower, strict=True))
         used = energy * clock_share**exponent / makespan_us
         return min(1.0, clock_share * (left / used) ** (1 / exponent)) if used else 1.0
 
-    def _slowdown(self, operation: Operation, clock_share: float) -> float:
-        if not isinstance(operation, Kernel):
-            return 1.0
-        return slowdown(operation, self._machine, self._calibration, clock_share)
 
-
-def slowdown(kernel: Kernel, machine: Machine, calibration: Calibration, clock_share: float) -> float:
-    """Return how much longer a kernel takes alone at this share of a burst's clock: not at all if the memory limits it."""
-    if calibration.characters[kernel.character].bottleneck == "hbm":
+def slowdown(operation: Operation, machine: Machine, calibration: Calibration, clock_share: float) -> float:
+    """Return how much longer an operation takes alone at this share of a burst's clock: 1 for communication and copies, and
+    for kernels that the memory limits.
+    """
+    if not isinstance(operation, Kernel) or calibration.characters[operation.character].bottleneck == "hbm":
         return 1.0
     if not calibration.power:
         return 1 / clock_share
-    figure = _figure_of(kernel, is_copied=False)
+    figure = _figure_of(operation, is_copied=False)
     if figure == "matmul_w":
         knee = calibration.power["matmul_clock_knee"].value
         longer = (1 + (knee / clock_share) ** KNEE_EXPONENT) / (1 + knee**KNEE_EXPONENT)
         return float(longer ** (1 / KNEE_EXPONENT))
     if figure == "large_matmul_w":
         return float(clock_share ** -calibration.power["large_matmul_clock_exponent"].value)
-    return float(clock_share ** -share_of_instructions(kernel, machine, calibration))
+    return float(clock_share ** -share_of_instructions(operation, machine, calibration))
 
 
 def tile_latency(kernel: Kernel, calibration: Calibration, clock_share: float) -> float:

@@ -56,14 +56,8 @@ class StepRun:
             else:
                 if not isinstance(operation, Copy) and effect.footprint is not None:
                     check_fit(index, operation, effect.footprint, self.machine)
-                found.append(costs.lone_us(operation) * self._slowdown(operation, clock_share))
+                found.append(costs.lone_us(operation) * slowdown(operation, self.machine, self.calibration, clock_share))
         return found
-
-    def _slowdown(self, operation: Operation, clock_share: float) -> float:
-        """Return how much longer an operation takes alone at a share of the clock of its lone time."""
-        if not isinstance(operation, Kernel):
-            return 1.0
-        return slowdown(operation, self.machine, self.calibration, clock_share)
 
     def without_plan(self) -> "StepRun":
         """Return the same step as it is."""

@@ -126,17 +126,22 @@ class TaskGraph:
         beside them.
         """
         copies = len(self.tasks)
-        self._append(self._task(index, collective), self._late(launch) if self._is_captured else launch)
+        self._append(self._task(index, collective), self._late(launch))
         if self._effects[index].is_in_place:
             self._append(self._own_copy(index, collective), self._after((copies, self._flag_ps)))
-        elif self._is_captured and collective.collective in PLACED_COLLECTIVES:
-            self._append(self._own_copy(index, collective), launch)
-            self._add_end(self._after((copies, self._flag_ps), (copies + 1, 0)))
         elif self._is_captured:
-            self._add_end(self._after((copies, self._flag_ps)))
+            ends = [(copies, self._flag_ps)]
+            if collective.collective in PLACED_COLLECTIVES:
+                self._append(self._own_copy(index, collective), launch)
+                ends.append((copies + 1, 0))
+            self._add_end(self._after(*ends))
 
     def _late(self, launch: Launch) -> Launch:
-        """Return a launch that waits for a flag of the peers, too, which they raise when they get there."""
+        """Return the launch of copies. Those of a captured graph also wait for a flag, which the peers raise when they get
+        there.
+        """
+        if not self._is_captured:
+            return launch
         waits = tuple((task, delay_ps + self._flag_ps) for task, delay_ps in launch.waits_for)
         return msgspec.structs.replace(launch, waits_for=waits, earliest_ps=launch.earliest_ps + self._flag_ps)
 
@@ -153,14 +158,13 @@ class TaskGraph:
         sent = msgspec.structs.replace(collective, num_bytes=round(collective.num_bytes * effect.sent_share))
         out, total, back = self._costs.reducing_copies(sent)
         task = len(self.tasks)
-        self._append(CopyTask(task, out), self._late(launch) if self._is_captured else launch)
+        self._append(CopyTask(task, out), self._late(launch))
         self._append(self._sm_task(index, total, total.footprint, self._lane_priority()), self._after((task, self._flag_ps)))
         if back is not None:
-            self._append(
-                CopyTask(task + 2, back), self._after((task + 1, self._latency_ps if self._is_captured else self._flag_ps))
-            )
-        if back is not None and self._is_captured:
-            self._add_end(self._after((task + 2, self._flag_ps)))
+            delay_ps = self._latency_ps if self._is_captured else self._flag_ps
+            self._append(CopyTask(task + 2, back), self._after((task + 1, delay_ps)))
+            if self._is_captured:
+                self._add_end(self._after((task + 2, self._flag_ps)))
 
     def _lane_priority(self) -> int:
         gpu = self._machine.gpu
