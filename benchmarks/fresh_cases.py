@@ -11,16 +11,14 @@ import argparse
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from counterpoint.errors import CounterpointError, cause_of
+from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
 from counterpoint.units import MIB
 from counterpoint.validation.cases import (
     COLLECTIVE_MIB,
     COLLECTIVES,
-    CTA_LIMITS,
     DIMENSIONS,
     Case,
     CollectiveWork,
@@ -35,7 +33,7 @@ from counterpoint.validation.cases import (
 )
 from counterpoint.validation.figures import PredictedRow, figures_of
 from counterpoint.validation.outcome import predict_captured
-from counterpoint.validation.records import MeasuredCase, MeasuredSet, save_measured
+from counterpoint.validation.records import MeasuredSet, save_measured
 from counterpoint.value import decode_json
 
 FAMILIES = ("pairs", "types", "training", "alone")
@@ -73,39 +71,29 @@ def cases_of(family: str, seed: int) -> Iterator[Case]:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure all cases on these GPUs, and save after each one."""
-    import torch  # noqa: PLC0415  figures need no GPU
+    import torch.distributed as dist  # noqa: PLC0415  figures need no GPU
 
     from benchmarks.on_gpus import join, largest, log  # noqa: PLC0415
-    from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
-    from counterpoint.validation.on_gpu import ROUNDS, CaseMeasuring  # noqa: PLC0415
-    from counterpoint.validation.steps_on_gpu import limited_groups  # noqa: PLC0415
+    from counterpoint.validation.on_gpu import measure_cases  # noqa: PLC0415
 
     began = time.monotonic()
     join(int(options.stop_after_s) + 60)
-    groups, found = limited_groups(CTA_LIMITS), list[MeasuredCase]()
     seeds = [(family, seed) for family in options.families for seed in (options.seeds if family == "pairs" else [0])]
-    for case in (case for each in seeds for case in cases_of(*each)):
-        if largest([float(time.monotonic() - began > options.stop_after_s)])[0]:
-            log(f"{case.name} is left out for want of time")
-            continue
-        with ExitStack() as opened:
-            try:
-                measuring = CaseMeasuring(case, groups, options.output, opened)
-                found.append(measuring.measure_captured(with_limits=True))
-            except (CounterpointError, RuntimeError) as refused:
-                log(f"{case.name} is left out: {cause_of(refused)}")
-                continue
-        torch.cuda.empty_cache()
-        log(f"{case.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found[-1].rows))
-        if torch.distributed.get_rank() == 0 and options.output:
-            whole = MeasuredSet(
-                digest="fresh",
-                machine=measuring.machine.name,
-                num_gpus=torch.distributed.get_world_size(),
-                conditions=measuring_conditions(rounds=ROUNDS),
-                cases=tuple(found),
-            )
-            save_measured(whole, options.output)
+
+    def in_time() -> Iterator[Case]:
+        for case in (case for each in seeds for case in cases_of(*each)):
+            if largest([float(time.monotonic() - began > options.stop_after_s)])[0]:
+                log(f"{case.name} is left out for want of time")
+            else:
+                yield case
+
+    def save(measured: MeasuredSet) -> None:
+        found = measured.cases[-1]
+        log(f"{found.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found.rows))
+        if dist.get_rank() == 0 and options.output:
+            save_measured(measured, options.output)
+
+    measure_cases(in_time(), "fresh", options.output, save, lambda each: each.measure_captured(with_limits=True))
 
 
 def predicted(path: Path) -> Iterator[tuple[str, PredictedRow]]:

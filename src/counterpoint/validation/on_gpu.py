@@ -5,7 +5,7 @@ controls of PyTorch itself. If a case cannot be measured here, it is named with 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -71,32 +71,54 @@ def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[Mea
 
     `output` is the file that `save` writes: traces go beside it. Raises what capturing raises if no case can be measured.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    names = {each.name for each in known}
+    num_ranks = _num_ranks()
+    left = (case for case in cases_for(num_ranks) if case.name not in names)
+    measured = measure_cases(left, set_digest(num_ranks), output, save, CaseMeasuring.measure, known=known)
+    if measured is None:
+        raise CounterpointError("No case remains to be measured. Name another file with -o to measure the set anew.")
+    return measured
+
+
+def measure_cases(
+    cases: Iterable[Case],
+    digest: str,
+    output: Path,
+    save: Callable[[MeasuredSet], None],
+    measure: "Callable[[CaseMeasuring], MeasuredCase]",
+    *,
+    known: Sequence[MeasuredCase] = (),
+) -> MeasuredSet | None:
+    """Measure cases in turn, and `save` the results after each one, behind those that are `known`.
+
+    All ranks call it with the same cases. Returns None if no case could be measured.
+    """
+    num_ranks = _num_ranks()
     groups = limited_groups(CTA_LIMITS) if num_ranks > 1 else {}
     found = list(known)
     measured: MeasuredSet | None = None
-    for case in cases_for(num_ranks):
-        if any(case.name == each.name for each in known):
-            continue
+    for case in cases:
         with ExitStack() as opened:
             try:
                 measuring = CaseMeasuring(case, groups, output, opened)
-                found.append(measuring.measure())
+                found.append(measure(measuring))
             except (CounterpointError, RuntimeError) as refused:  # torch's RuntimeError: this GPU or this version lacks it
                 say(f"{case.name} is left out: {cause_of(refused)}")
                 continue
         torch.cuda.empty_cache()
         measured = MeasuredSet(
-            digest=set_digest(num_ranks),
+            digest=digest,
             machine=measuring.machine.name,
             num_gpus=num_ranks,
             conditions=measuring_conditions(rounds=ROUNDS),
             cases=tuple(found),
         )
         save(measured)
-    if measured is None:
-        raise CounterpointError("No case remains to be measured. Name another file with -o to measure the set anew.")
     return measured
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class CaseMeasuring:
