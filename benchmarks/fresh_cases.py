@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
@@ -32,10 +33,12 @@ from counterpoint.validation.cases import (
     sharded,
 )
 from counterpoint.validation.figures import PredictedRow, figures_of
-from counterpoint.validation.outcome import predict_captured
+from counterpoint.validation.outcome import predict_case
 from counterpoint.validation.records import MeasuredSet, save_measured
 from counterpoint.value import decode_json
 
+Origin = Literal["captured steps", "sizes alone"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
 FAMILIES = ("pairs", "types", "training", "alone")
 TYPES = ("bf16", "fp16", "bf16", "fp8", "bf16")
 
@@ -73,11 +76,13 @@ def measure(options: argparse.Namespace) -> None:
     """Measure all cases on these GPUs, and save after each one."""
     import torch.distributed as dist  # noqa: PLC0415  figures need no GPU
 
-    from benchmarks.on_gpus import join, largest, log  # noqa: PLC0415
+    from benchmarks.on_gpus import is_first, join, largest, log  # noqa: PLC0415
     from counterpoint.validation.on_gpu import measure_cases  # noqa: PLC0415
 
     began = time.monotonic()
     join(int(options.stop_after_s) + 60)
+    if not dist.is_initialized():
+        raise CounterpointError("The cases need two ranks or more; found one. Start them with torchrun --nproc-per-node 2.")
     seeds = [(family, seed) for family in options.families for seed in (options.seeds if family == "pairs" else [0])]
 
     def in_time() -> Iterator[Case]:
@@ -90,18 +95,21 @@ def measure(options: argparse.Namespace) -> None:
     def save(measured: MeasuredSet) -> None:
         found = measured.cases[-1]
         log(f"{found.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found.rows))
-        if dist.get_rank() == 0 and options.output:
+        if is_first() and options.output:
             save_measured(measured, options.output)
 
     measure_cases(in_time(), "fresh", options.output, save, lambda each: each.measure_captured(with_limits=True))
 
 
-def predicted(path: Path) -> Iterator[tuple[str, PredictedRow]]:
-    """Every row of a file with its family, as today's simulator predicts it from captured steps."""
+def predicted(path: Path, origin: Origin = "captured steps") -> Iterator[tuple[str, PredictedRow]]:
+    """Every row of a file with its family, as today's simulator predicts it; `alone` not from sizes."""
     measured = decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark.")
     for found in measured.cases:
-        for row in predict_captured(found, load_machine(measured.machine)):
-            yield found.name.split(":")[0].split()[0], row
+        family, _, seed = found.name.split(":")[0].partition(" ")
+        if origin == "captured steps" or family != "alone":
+            (case,) = (each for each in cases_of(family, int(seed or 0)) if each.name == found.name)
+            for row in predict_case(origin, case, found, load_machine(measured.machine)):
+                yield family, row
 
 
 def table(rows: Sequence[tuple[str, PredictedRow]]) -> Iterator[str]:
@@ -127,7 +135,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if options.files:
-        print("\n".join(table([row for path in options.files for row in predicted(path)])))
+        for origin in ORIGINS:
+            rows = [row for path in options.files for row in predicted(path, origin)]
+            print("\n".join((f"from {origin}", *table(rows))))
         return
     from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
 

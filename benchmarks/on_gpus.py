@@ -34,9 +34,14 @@ def join_with_options(parser: argparse.ArgumentParser, *, limit_s: int, rounds: 
     return options
 
 
+def is_first() -> bool:
+    """Whether this is the first rank, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def log(*words: object) -> None:
     """Print on the first rank."""
-    if dist.get_rank() == 0:
+    if is_first():
         print(*words, flush=True)
 
 
@@ -49,7 +54,7 @@ def conditions(**more: object) -> dict[str, object]:
 
 def save(output: Path | None, result: Sequence[object], **more: object) -> None:
     """Write what there is so far, on the first rank."""
-    if output is not None and dist.get_rank() == 0:
+    if output is not None and is_first():
         output.write_text(json.dumps({"conditions": conditions(**more), "result": result}, indent=1) + "\n")
 
 

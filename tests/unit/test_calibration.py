@@ -156,9 +156,11 @@ def test_row_wise_kernels_reach_a_share_of_the_memory_that_their_uncapped_time_s
     for machine in (H200, H100):
         shipped = load_calibration(machine)
         points = Points(each for probe in shipped.probes.values() for each in probe.points)
-        found = row_wise_fraction(points, shipped.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
-        assert found == pytest.approx(shipped.characters["row_wise"].hbm_fraction, rel=0.01)
-    assert row_wise_fraction(Points([]), 1e12) is None
+        row_wise = shipped.characters["row_wise"]
+        reached = shipped.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s
+        found = row_wise_fraction(points, reached, row_wise.saturation_warps)
+        assert found == pytest.approx(row_wise.hbm_fraction, rel=0.01)
+    assert row_wise_fraction(Points([]), 1e12, 50.0) is None
 
 
 def test_elsewhere_kernels_that_wait_for_their_own_loads_keep_their_rate_for_each_sm() -> None:

@@ -132,8 +132,8 @@ def simulated_us(machine: str, element_type: ElementType, size: int) -> float:
 def test_a_matmul_from_sizes_alone_takes_its_measured_time_whatever_its_type(
     machine: str, element_type: ElementType, size: int, measured_us: float
 ) -> None:
-    # Taken cool, and the simulator's share of the peak is that under load: up to 17 % too long.
-    assert simulated_us(machine, element_type, size) == pytest.approx(measured_us, rel=0.20)
+    # another H200 gave the constants; it is 4 % faster
+    assert simulated_us(machine, element_type, size) == pytest.approx(measured_us, rel=0.08)
 
 
 def test_the_documented_times_by_type_are_those_of_the_simulator() -> None:

@@ -56,13 +56,14 @@ def num_slots(workload: str, machine_name: str) -> int:
 
 @cache
 def share(workload: str, machine_name: str, num_ctas: int | None, with_priority: bool) -> float:
-    """The share of the ideal that overlap reaches; with priority, on a driver that heeds it."""
+    """The share of the ideal that overlap reaches at one clock; with priority, on a driver that heeds it."""
+    simulator = Simulator(clock_share=1.0)
     machine, step = load_machine(machine_name), load_workload(workload, num_ctas=num_ctas)
     if with_priority:
-        timeline = Simulator().run(step, heeding(machine), priority_plan(machine))
+        timeline = simulator.run(step, heeding(machine), priority_plan(machine))
     else:
-        timeline = Simulator().run(step, machine, LEAVE_IT)
-    lone_us = Simulator().lone_times_us(step, machine)
+        timeline = simulator.run(step, machine, LEAVE_IT)
+    lone_us = simulator.lone_times_us(step, machine)
     found = share_of_ideal(sequential_us(step, lone_us), measure(timeline).makespan_us, ideal_us(step, lone_us))
     assert found is not None
     return found

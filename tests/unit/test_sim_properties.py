@@ -133,21 +133,21 @@ def plans(draw: st.DrawFn, step: Step) -> Plan:
     return plan_of({**chosen}) if chosen else LEAVE_IT
 
 
-def intervals_of(step: Step, machine: Machine = H200, plan: Plan = LEAVE_IT) -> list[Interval]:
+def intervals_of(step: Step, machine: Machine = H200, plan: Plan = LEAVE_IT, **options: float) -> list[Interval]:
     """In the order of the step's operations."""
-    timeline = Simulator().run(step, machine, plan)
+    timeline = Simulator(**options).run(step, machine, plan)
     return sorted(timeline.intervals, key=lambda interval: interval.operation)
 
 
-def makespan_us(step: Step, machine: Machine = H200) -> float:
+def makespan_us(step: Step, machine: Machine = H200, **options: float) -> float:
     """From the start of the step, not from the first operation's."""
-    return max(interval.end_us for interval in intervals_of(step, machine))
+    return max(interval.end_us for interval in intervals_of(step, machine, **options))
 
 
 def alone(operation: Operation, machine: Machine = H200) -> tuple[float, float]:
-    """Simulated and stated lone time of one operation."""
+    """Simulated and stated lone time of one operation, at the clock of a burst."""
     step = Step(name="alone", num_ranks=4, operations=(msgspec.structs.replace(operation, waits_for=(), issued_us=None),))
-    return makespan_us(step, machine), Simulator().lone_times_us(step, machine)[0]
+    return makespan_us(step, machine, clock_share=1.0), Simulator().lone_times_us(step, machine)[0]
 
 
 # Order

@@ -9,7 +9,8 @@ from typing import get_args
 import msgspec
 import pytest
 from benchmarks.conditions import RESULTS
-from benchmarks.fresh_cases import FAMILIES, cases_of, predicted, table
+from benchmarks.fresh_cases import FAMILIES, ORIGINS, cases_of, predicted, table
+from benchmarks.lone_times import table as lone_times
 
 from counterpoint.errors import WorkloadError
 from counterpoint.machine import load_machine
@@ -106,7 +107,7 @@ def test_every_case_is_predicted_under_every_control_and_from_sizes(num_ranks: i
         assert plans[PLAIN].directives == ()
         labels |= set(plans)
         described = described_step(case, step)
-        assert len(described.operations) == len(case.entries)
+        assert [type(each) for each in described.operations] == [type(each) for each in step.operations]
         for plan in plans.values():
             for each in (step, described):
                 assert measure(Simulator().run(each, MACHINE, plan)).makespan_us > 0
@@ -218,7 +219,8 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> 
 
 def test_the_tile_of_a_library_kernel_is_that_of_the_transposed_product() -> None:
     case = next(case for case in cases_for(2) if case.name.startswith("bf16 128x28672x8192"))
-    kernel = described_step(case, captured(case, 2)).operations[0]
+    step = described_step(case, captured(case, 2))
+    kernel = step.operations[places_of(case, step)[0]]
     assert isinstance(kernel, Kernel)
     # tiles of 256 rows and 128 columns: one row of 224 tiles
     assert kernel.l2_bytes == 224 * (256 + 128) * 8192 * 2
@@ -365,8 +367,20 @@ def test_fresh_cases_are_none_of_the_set_and_are_predicted_as_stored() -> None:
     head_starts = [row for _, row in rows if row.label == "head start 5 us"]
     near = sum(abs(row.measured_change - row.predicted_change) < 0.03 for row in head_starts)
     assert (len(head_starts), near) == (32, 23)  # docs/log.md
-    text = DOCUMENT.read_text()
+    text, from_sizes = DOCUMENT.read_text(), []
     for name in ("fresh_cases", "fresh_head_starts", "fresh_cases_again"):
-        (line,) = [each for each in table(list(predicted(RESULTS / f"{name}_2x_h200.json"))) if each.startswith("all but")]
-        mean, p90 = re.search(r"error ([\d.]+)% \(([\d.]+)%", line).groups()  # type: ignore[union-attr]
-        assert f"{mean} % off ({p90} %)" in text, line
+        path = RESULTS / f"{name}_2x_h200.json"
+        captured, described = (list(table(list(predicted(path, origin))))[-1] for origin in ORIGINS)
+        mean, p90 = re.findall(r"([\d.]+)%", captured)[:2]
+        assert f"{mean} % off ({p90} %)" in text, captured
+        from_sizes.append(re.findall(r"([\d.]+)%", described)[:2])
+    means, p90s = ("{}, {} and {} %".format(*each) for each in zip(*from_sizes, strict=True))
+    assert f"From sizes alone the three files are {means} off ({p90s})" in text
+
+
+def test_the_errors_of_lone_kernels_are_the_documented_ones() -> None:
+    text = (DOCUMENT.parent / "simulator.md").read_text()
+    rows = list(lone_times(RESULTS / "lone_times_h200.json"))
+    assert len(rows) == 8
+    for row in rows:
+        assert row in text

@@ -28,6 +28,9 @@ MOST_BYTES_OF_FEW = 8 * MIB  # to a peer: NCCL's send-and-receive kernels are sl
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
 TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
+# What large matmuls and attentions of H200s reach in steps, as a share of their rates in a burst: 0.72 and 0.81 of the peak.
+# It stands for the power limit of a GPU whose power was never measured. Matmuls in fp32 are not slowed down by the limit.
+IN_STEPS = 0.888
 MEASURED_GPU = "NVIDIA H200"  # BASE by its full name, as PyTorch gives it
 PowerFigure = Literal[
     "limit_w",
@@ -204,10 +207,10 @@ class Calibration(Value, frozen=True, kw_only=True):
     """All constants of the simulator for one GPU, and the measurements of `counterpoint calibrate` behind them, if it
     ran there.
 
-    `matmul_peak_fractions` are those of types whose matmuls reach another share of their peak than
-    `matmul_peak_fraction`. `light_collectives` are collectives by light kernels; a missing kind was never measured.
-    `power` describes one GPU: its limit, its idle power, and watts above that for each kind of operation, at the clock
-    of a short burst; empty if it was never measured.
+    `matmul_peak_fraction` is what large matmuls reach at the clock of a short burst if `power` is known, else in steps;
+    `matmul_peak_fractions` are those of types that reach another share of their peak. `light_collectives` are collectives
+    by light kernels; a missing kind was never measured. `power` describes one GPU: its limit, its idle power, and watts
+    above that for each kind of operation, at the clock of a short burst; empty if it was never measured.
     """
 
     device_name: str
@@ -251,8 +254,8 @@ class Calibration(Value, frozen=True, kw_only=True):
 
 
 def load_calibration(machine: Machine | None = None) -> Calibration:
-    """Return the constants for a machine: its own file, else the shipped one of its GPU, else the H200's. Without a
-    machine, return the H200's.
+    """Return the constants for a machine: its own file, else the shipped one of its GPU, else the H200's without its power.
+    Without a machine, return the H200's.
 
     Raises `MachineError` for a file that cannot be read, or that was measured on another GPU than the machine's.
     """
@@ -260,7 +263,7 @@ def load_calibration(machine: Machine | None = None) -> Calibration:
         return _shipped(BASE)
     if machine.calibration:
         return read_calibration(machine.calibration, machine)
-    return next((each for each in _all_shipped() if each.device_name in machine.device_names), _shipped(BASE))
+    return next((each for each in _all_shipped() if each.device_name in machine.device_names), _of_unknown_power())
 
 
 def read_calibration(path: str, machine: Machine) -> Calibration:
@@ -304,6 +307,26 @@ def _shipped(name: str) -> Calibration:
 
 
 @cache
+def _of_unknown_power() -> Calibration:
+    """Return the H200's constants for a GPU whose power was never measured: its matmuls are as fast as in steps."""
+    base = _shipped(BASE)
+    by_type = {kind: each if kind == "fp32" else _in_steps(each) for kind, each in base.matmul_peak_fractions.items()}
+    return msgspec.structs.replace(
+        base,
+        matmul_peak_fraction=_in_steps(base.matmul_peak_fraction),
+        attention_peak_fraction=_in_steps(base.attention_peak_fraction),
+        matmul_peak_fractions=by_type,
+        power={},
+    )
+
+
+def _in_steps(constant: Constant) -> Constant:
+    return msgspec.structs.replace(
+        constant, value=constant.value * IN_STEPS, source=f"{IN_STEPS}, as in steps, of: {constant.source}"
+    )
+
+
+@cache
 def _all_shipped() -> tuple[Calibration, ...]:
     return tuple(_shipped(name) for name in shipped_names("calibrations"))
 
@@ -311,11 +334,10 @@ def _all_shipped() -> tuple[Calibration, ...]:
 def _completed(found: dict[str, Any], where: str) -> Calibration:
     """Complete a file's constants with the H200's. Raises `MachineError` for a file that is no calibration."""
     found = {name: entry for name, entry in found.items() if name not in DROPPED}
-    whole = msgspec.to_builtins(as_assumed_elsewhere(_shipped(BASE), str(found.get("device_name", ""))))
+    base = _shipped(BASE) if found.get("power") else _of_unknown_power()
+    whole = msgspec.to_builtins(as_assumed_elsewhere(base, str(found.get("device_name", ""))))
     for name in ("device_name", "rules", "conditions", "probes"):
         whole.pop(name, None)
-    if not found.get("power"):  # the H200's figures alone say nothing of another GPU's limit
-        whole.pop("power", None)
     for name in TABLES:
         own = found.get(name)
         found = found | {name: whole.get(name, {}) | (own if isinstance(own, dict) else {})}

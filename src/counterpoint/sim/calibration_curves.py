@@ -18,7 +18,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.sim.calibration import LARGE_BYTES, Calibration, CollectiveConstants
 from counterpoint.sim.calibration_fit import Fitted, Points, log_error, minimize, num_ranks
 from counterpoint.sim.matmul_rates import is_l2_limited
-from counterpoint.sim.rates import EXPONENT, smooth_minimum
+from counterpoint.sim.rates import EXPONENT, SM_EXPONENT, smooth_minimum
 from counterpoint.sim.reach import wire_bytes
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Character, Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
@@ -28,6 +28,7 @@ from counterpoint.workloads.gemm import parse_tile, stage_bytes
 LEAST_FRACTION, MOST_LATENCY_US = 0.05, 200.0
 USUAL_WEIGHT = 20
 LEAST_WAVES = 8.0  # least waves of a tiled matmul: with fewer, the last wave and L2's contents determine its time
+WARP_SIZE = 32  # of the GPUs that `counterpoint calibrate` measures
 BYTES_OF_A_THREAD = {"bf16": 16, "fp32": 32}  # bytes that PyTorch's elementwise kernel keeps in flight
 NUM_STREAMING = 16  # number of kernels in a row, enough to outlast a collective beside them
 CONTENDING_BYTES = 256 * MIB
@@ -152,15 +153,17 @@ def _tells_of_load(group: Sequence[Point], machine: Machine) -> bool:
     return int(usual.at["ctas"]) / int(usual.at["ctas_per_sm"]) / machine.gpu.num_sms >= LEAST_WAVES
 
 
-def row_wise_fraction(points: Points, hbm_bytes_per_s: float) -> float | None:
-    """Return the share of the memory's bandwidth that softmax along long rows reaches, reading and writing bf16 once. It
-    waits for its own loads, so of a wider memory it reaches less.
+def row_wise_fraction(points: Points, hbm_bytes_per_s: float, saturation_warps: float) -> float | None:
+    """Return the share of the memory's bandwidth that softmax along long rows would reach on saturated SMs, reading and
+    writing bf16 once. It waits for its own loads, so of a wider memory it reaches less.
     """
     times = points.all("rows_capped_us", kernel="softmax")
     if not times:
         return None
     usual = max(times, key=lambda each: (each.at["columns"], each.at["ctas_per_sm"]))
-    return 2 * 2 * float(usual.at["rows"]) * float(usual.at["columns"]) * US_PER_S / usual.value / hbm_bytes_per_s
+    warps = float(usual.at["ctas_per_sm"]) * float(usual.at["threads"]) / WARP_SIZE
+    reached = 2 * 2 * float(usual.at["rows"]) * float(usual.at["columns"]) * US_PER_S / usual.value / hbm_bytes_per_s
+    return reached / smooth_minimum(warps / saturation_warps, 1.0, SM_EXPONENT)
 
 
 def _capped_times(

@@ -102,7 +102,7 @@ def derive(
     base = msgspec.structs.replace(base, conditions=dict(conditions), probes=dict(probes), rules={})
     there, home = _points(reference.probes), load_machine(BASE)
     base = _with_scalars(base, fit_scalars(points, machine), fit_scalars(there, home), day)
-    base = _with_types(base, (points, machine), (there, home), day)
+    base = _with_types(base, points, machine, day)
     collectives = dict(base.collectives)
     for kind, known in base.collectives.items():
         found = fit_collective(points, machine, kind, known)
@@ -207,18 +207,9 @@ def _with_scalars(base: Calibration, here: Mapping[str, Fitted], there: Mapping[
     return msgspec.structs.replace(base, **changed)
 
 
-def _with_types(base: Calibration, here: tuple[Points, Machine], there: tuple[Points, Machine], day: str) -> Calibration:
-    """Return the matmul fractions by type; in steps, large matmuls reach the same share of the probe's rate as bf16 does
-    on the H200.
-    """
-    known = fit_matmul_fractions(*there).get("bf16")
-    if known is None:
-        return base
-    share = load_calibration().matmul_peak_fraction.value / known.value
-    found = {
-        name: _constant(Fitted(value=share * each.value, spread=each.spread, source=f"{share:.3f} of: {each.source}"), day)
-        for name, each in fit_matmul_fractions(*here).items()
-    }
+def _with_types(base: Calibration, points: Points, machine: Machine, day: str) -> Calibration:
+    """Return the constants with the matmul fractions by type."""
+    found = {name: _constant(each, day) for name, each in fit_matmul_fractions(points, machine).items()}
     return msgspec.structs.replace(base, matmul_peak_fractions=base.matmul_peak_fractions | found)
 
 
@@ -262,13 +253,14 @@ def _constant(found: Fitted, day: str) -> Constant:
 
 def _characters(base: Calibration, points: Points, machine: Machine, day: str) -> dict[Character, CharacterConstants]:
     characters = dict(base.characters)
-    fraction = row_wise_fraction(points, base.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s)
-    if fraction is not None:
-        characters["row_wise"] = msgspec.structs.replace(characters["row_wise"], hbm_fraction=float(f"{fraction:.3g}"))
     for character in SATURATIONS:
         found = fit_saturation(points, machine, base, character)
         if found is not None:
             characters[character] = _saturated(characters[character], "saturation_warps", found, day)
+    row_wise, reached = characters["row_wise"], base.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s
+    fraction = row_wise_fraction(points, reached, row_wise.saturation_warps)
+    if fraction is not None:
+        characters["row_wise"] = msgspec.structs.replace(row_wise, hbm_fraction=float(f"{fraction:.3g}"))
     return characters
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from counterpoint.machine import ElementType, Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.block_kernels import SUM_BYTES, SUM_CTAS_PER_SM
+from counterpoint.sim.matmul_rates import LARGE_SIZE
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
+from counterpoint.workloads.gemm import matmul_flops
 
 FLOPS_PER_ITERATION = 2 * 64  # operations of one thread of the probes' arithmetic kernel
-LARGEST_MATMUL = 8192
+ATTENTION_FLOPS = 4.0 * 2 * 16 * 8192**2 * 128  # of the probes' attention
 STEPS = (1.3, 1.1, 1.03, 1.01, 1.003)
 
 
@@ -62,6 +64,7 @@ def fit_scalars(points: Points, machine: Machine) -> dict[str, Fitted]:
         "dependency_latency_us": _as_measured(points, "dependency_latency_us", issued="eagerly"),
         "hbm_efficiency": _hbm_efficiency(points, machine),
         "matmul_peak_fraction": _matmul_fraction(points, machine, "bf16"),
+        "attention_peak_fraction": _attention_fraction(points, machine),
         "fp32_peak_fraction": _fp32_fraction(points, machine),
         "host_link_bytes_per_s": _host_link(points),
         "block_sum_us": _block_sum(points, machine),
@@ -102,27 +105,26 @@ def _hbm_efficiency(points: Points, machine: Machine) -> Fitted | None:
 
 
 def _matmul_fraction(points: Points, machine: Machine, kind: ElementType) -> Fitted | None:
-    """Return the share of the type's peak, midway between a cool GPU and the power limit. For fp32 it is the ordinary
-    units' share, unless the GPU has matrix units for fp32.
+    """Return the share of the type's peak that its largest matmul reaches on a cool GPU. For fp32 it is the ordinary units'
+    share, unless the GPU has matrix units for fp32.
     """
-    cool = points.one("matmul_us", type=kind, m=LARGEST_MATMUL, n=LARGEST_MATMUL, k=LARGEST_MATMUL)
+    cool = points.one("matmul_us", type=kind, m=LARGE_SIZE, n=LARGE_SIZE, k=LARGE_SIZE)
     peak = machine.gpu.matmul_rates().get(kind)
     if cool is None or peak is None:
         return None
-    warm_us = cool.value * _slowdown(points, kind)
-    slowest, fastest = sorted(2 * LARGEST_MATMUL**3 * US_PER_S / time_us / peak for time_us in (cool.value, warm_us))
-    source = f"cuBLAS {kind} 8192^3, cool {cool.value:,.0f} us, under load {warm_us:,.0f}, of {peak / 1e12:.0f} TFLOP/s"
-    middle = (fastest + slowest) / 2
-    return Fitted(value=middle, spread=(fastest - slowest) / 2 / middle, source=source)
+    reached = matmul_flops(LARGE_SIZE, LARGE_SIZE, LARGE_SIZE) * US_PER_S / cool.value / peak
+    source = f"cuBLAS {kind} {LARGE_SIZE}^3 on a cool GPU in {cool.value:,.0f} us, of {peak / 1e12:.0f} TFLOP/s"
+    return Fitted(value=reached, spread=cool.spread, source=source)
 
 
-def _slowdown(points: Points, kind: ElementType) -> float:
-    """Return how much longer matmuls of a type take under load; if only bf16 was measured, the same as for bf16."""
-    for load in (kind, "bf16") if kind != "fp32" else (kind,):
-        warm, cool = (points.one(name, load=f"matmul {load}") for name in ("warm_us", "cool_us"))
-        if warm is not None and cool is not None:
-            return warm.value / cool.value
-    return 1.0
+def _attention_fraction(points: Points, machine: Machine) -> Fitted | None:
+    """Return the share of the bf16 peak that attention of long sequences reaches on a cool GPU."""
+    cool = points.one("cool_us", load="attention")
+    if cool is None:
+        return None
+    reached = ATTENTION_FLOPS * US_PER_S / cool.value / machine.gpu.bf16_flops_per_s
+    source = f"cuDNN attention in bf16, 2 x 16 heads, 8,192 tokens of 128, on a cool GPU in {cool.value:,.0f} us"
+    return Fitted(value=reached, spread=cool.spread, source=source)
 
 
 def _fp32_fraction(points: Points, machine: Machine) -> Fitted | None:

@@ -29,11 +29,15 @@ from counterpoint.sim.reach import (
     wire_bytes,
 )
 from counterpoint.sim.task import CopyWork, SmWork
-from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, stages, tile_of, tile_stages
+from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, share_filled, stages, tile_of, tile_stages
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
+FILL_US = 0.8  # of a few bytes, as cuBLAS and cuDNN do before their kernels: captured steps and traces of H200s
+# An SM takes in 64 bytes from L2 per cycle, 1.47 times its share of what L2 delivers to all SMs; so kernels on 120 of 132
+# SMs get all of it (cuBLAS in tf32, one H200)
+MOST_OF_L2 = 1.47
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
@@ -157,7 +161,8 @@ class CostModel:
         if kernel.lone_us is not None:
             return kernel.lone_us / self._waves(kernel)
         # memory traffic that is usual for a character does not limit it; its warps do if memory is its bottleneck
-        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / self._reached_bytes_per_s(kernel, hbm_achieved)
+        is_limited = self._calibration.characters[kernel.character].bottleneck == "hbm"  # by its bytes in flight
+        memory_us = US_PER_S * (kernel.hbm_bytes or 0.0) / (hbm_achieved if is_limited else self.hbm_bytes_per_s)
         resident, total = self._resident(kernel), float(kernel.footprint.num_ctas)
         if kernel.is_work_sharing:
             total = self.shared_work(kernel)
@@ -176,17 +181,6 @@ class CostModel:
         latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * BYTES_OF_A_THREAD / self.hbm_bytes_per_s
         rounds = math.ceil(self._num_tiles(kernel, one_by_one_us) / self._resident_ctas(kernel))
         return (one_by_one_us + rounds * steps * latency_us) / max(1, number - 1)
-
-    def _reached_bytes_per_s(self, kernel: Kernel, hbm_achieved: float) -> float:
-        """Return the memory bandwidth that the kernel can get; `hbm_achieved` if its bytes in flight limit it."""
-        constants = self._calibration.characters[kernel.character]
-        match constants.bottleneck:
-            case "hbm":
-                return hbm_achieved
-            case "latency":
-                return self._hbm_fraction(constants) * self.hbm_bytes_per_s
-            case "issue":
-                return self.hbm_bytes_per_s
 
     def _hbm_fraction(self, constants: CharacterConstants) -> float:
         """Return the share of this machine's memory bandwidth that kernels of a character reach at most."""
@@ -208,16 +202,24 @@ class CostModel:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
 
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
-        """Return the time that the SMs take for the kernel's operations and for its bytes from L2, in its reference
-        state.
+        """Return the time that the SMs take for the kernel's operations, for its bytes from L2, and for loads that it waits
+        for, in its reference state.
         """
-        gpu = self._gpu
-        peak = reached_flops_per_s(kernel, self.machine, self._calibration)
-        busy_us = US_PER_S * max((kernel.flops or 0.0) / peak, (kernel.l2_bytes or 0.0) / self.l2.bytes_per_s)
-        busy_us *= self._crowding(kernel, self._resident_ctas(kernel)) or 1.0
-        sm_share = smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0
-        # busy_us assumes every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
-        return busy_us / sm_share * per_sm * gpu.num_sms / self._resident(kernel)
+        computed_us = US_PER_S * (kernel.flops or 0.0) / reached_flops_per_s(kernel, self.machine, self._calibration)
+        computed_us /= share_filled(kernel, self._resident_ctas(kernel), self._gpu.num_sms)
+        constants, hbm_bytes = self._calibration.characters[kernel.character], kernel.hbm_bytes or 0.0
+        if kernel.character == "attention":  # a CTA loads its first and stores its last tiles before and after it multiplies
+            computed_us += US_PER_S * hbm_bytes / self.l2.bytes_per_s
+        elif constants.bottleneck == "latency":
+            waited_us = US_PER_S * hbm_bytes / (self._hbm_fraction(constants) * self.hbm_bytes_per_s)
+            computed_us = max(computed_us, waited_us)
+        # these assume every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
+        used = self._resident(kernel) / (per_sm * self._gpu.num_sms)
+        delivered_us = US_PER_S * (kernel.l2_bytes or 0.0) / self.l2.bytes_per_s / min(1.0, used * MOST_OF_L2)
+        busy_us = max(computed_us / used, delivered_us) * (self._crowding(kernel, self._resident_ctas(kernel)) or 1.0)
+        if kernel.is_work_sharing and per_sm == 1 and issue_reference:
+            return busy_us / min(issue_reference, 1.0)  # a persistent kernel issues the loads of its next tile ahead
+        return busy_us / (smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0)
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Return the bytes per second that one CTA can keep in flight."""
@@ -476,7 +478,8 @@ class CostModel:
             "host_to_device": self._calibration.host_link_bytes_per_s.value,
             "device_to_host": self._calibration.host_link_bytes_per_s.value,
         }
-        return self._calibration.copy_latency_us.value + US_PER_S * copy.num_bytes / rates[copy.direction]
+        latency_us = FILL_US if copy.direction == "set" else self._calibration.copy_latency_us.value
+        return latency_us + US_PER_S * copy.num_bytes / rates[copy.direction]
 
 
 _machine_for_device = cache(machine_for_device)

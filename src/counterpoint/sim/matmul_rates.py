@@ -8,24 +8,33 @@ from counterpoint.step import Kernel
 from counterpoint.workloads.gemm import matmul_flops
 
 USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an attention that does not state one
-# L2 limits a matmul if its tiles arrive at less than this share of the rate at which SMs multiply them: between tiles of
-# 64x128 (0.68), which lose 5 % without 24 of 132 SMs, and 256x64 (0.82), which lose 17 % (one H200)
-MOST_FED = 0.7
-FASTER_IN_BURST = 1.11  # cool H200s reach 0.81 of the peak with large matmuls, and 0.72 (`matmul_peak_fraction`) under load
+# L2 limits a matmul if its tiles arrive at less than this share of the peak rate of its type: between tiles of 64x128
+# (0.49), which lose 5 % without 24 of 132 SMs, and 256x64 (0.59), which lose 17 % (one H200)
+MOST_FED = 0.504
+# A library's matmul takes longer by what its pipeline needs to fill and drain for each tile: as long as for these bytes of
+# a row of A. One H200, cool: 8192x8192 by 1,024, 2,048 and 8,192 reach 0.73, 0.78 and 0.81 of the peak in bf16, and 0.58
+# and 0.75 by 1,024 and 8,192 in fp8.
+FILL_BYTES = 320
+LARGE_SIZE = 8192  # rows, columns and inner size of the matmuls that gave `matmul_peak_fraction`
 
 
 def reached_flops_per_s(kernel: Kernel, machine: Machine, calibration: Calibration) -> float:
-    """Return the operations per second that a kernel of this kind and type reaches on the whole GPU."""
-    ordinary = machine.gpu.fp32_flops_per_s
+    """Return the operations per second that a kernel of this kind, type and depth reaches on the whole GPU."""
     if kernel.character not in ("matmul", "attention"):
-        return ordinary * calibration.fp32_peak_fraction.value
+        return machine.gpu.fp32_flops_per_s * calibration.fp32_peak_fraction.value
     element_type = kernel.element_type or USUAL_ELEMENT_TYPE
-    if element_type == "fp32" and machine.gpu.fp32_matrix_flops_per_s is None:
-        return ordinary * calibration.matmul_peak_fractions.get("fp32", calibration.fp32_peak_fraction).value
     peak = machine.matmul_flops_per_s(element_type)
     if kernel.character == "attention":
         return peak * calibration.attention_peak_fraction.value
-    return peak * calibration.matmul_fraction(element_type)
+    reached = peak * calibration.matmul_fraction(element_type)
+    if not kernel.is_work_sharing or kernel.matmul_sizes is None:
+        return reached
+    return reached * longer_by_fill(element_type, LARGE_SIZE) / longer_by_fill(element_type, kernel.matmul_sizes[1])
+
+
+def longer_by_fill(element_type: ElementType, inner_size: int) -> float:
+    """Return how much longer than its multiplications alone a library's matmul of this inner size takes."""
+    return 1 + FILL_BYTES / ELEMENT_BYTES[element_type] / inner_size
 
 
 def l2_bytes_per_s(machine: Machine, calibration: Calibration) -> float:
@@ -40,7 +49,7 @@ def is_l2_limited(kernel: Kernel, machine: Machine, calibration: Calibration) ->
         return False
     element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]
     fed = l2_bytes_per_s(machine, calibration) / element_bytes * tile.reuse
-    return fed < MOST_FED * reached_flops_per_s(kernel, machine, calibration)
+    return fed < MOST_FED * machine.matmul_flops_per_s(kernel.element_type or USUAL_ELEMENT_TYPE)
 
 
 def _has_rate(kernel: Kernel, machine: Machine) -> bool:
@@ -61,5 +70,5 @@ def share_of_instructions(kernel: Kernel, machine: Machine, calibration: Calibra
     element_bytes = ELEMENT_BYTES[kernel.element_type or USUAL_ELEMENT_TYPE]
     moved = element_bytes * (rows * inner + inner * columns + rows * columns)
     by_memory = moved / (machine.gpu.hbm_bytes_per_s * calibration.hbm_efficiency.value)
-    reached = FASTER_IN_BURST * reached_flops_per_s(kernel, machine, calibration)
-    return 1 / (1 + (by_memory * reached / matmul_flops(rows, columns, inner)) ** SM_EXPONENT)
+    multiplied = matmul_flops(rows, columns, inner) / reached_flops_per_s(kernel, machine, calibration)
+    return 1 / (1 + (by_memory / multiplied) ** SM_EXPONENT)

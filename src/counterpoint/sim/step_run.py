@@ -66,7 +66,7 @@ class StepRun:
 
     def drawn(self) -> list[Drawn]:
         """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
-        if not self.step.is_timed_in_bursts or not self.calibration.power:
+        if not self.calibration.power or not (self.step.is_timed_in_bursts or any(map(_is_computed, self.step.operations))):
             return []
         power, lone_us = PowerModel(self.machine, self.calibration), self.lone_us()
         each = zip(self.step.operations, self._effects, lone_us, strict=True)
@@ -81,7 +81,7 @@ def clock_share(runs: Sequence[StepRun]) -> float:
     power = PowerModel(runs[0].machine, runs[0].calibration)
     found = _allowed(power, drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs))
     alone = runs[0].without_plan()
-    in_burst = power.share_in_burst(alone.lone_us())
+    in_burst = power.share_in_burst(alone.lone_us()) if alone.step.is_timed_in_bursts else 1.0
     if in_burst == 1:
         return found
     under_load = _allowed(power, alone.drawn(), lambda share: sum(alone.lone_us(share)))
@@ -126,6 +126,11 @@ def _allowed(power: PowerModel, drawn: Sequence[Drawn], time_us: Callable[[float
 
 def _makespan_us(spans: Spans) -> float:
     return ps_to_us(max(end for _, end in spans))
+
+
+def _is_computed(operation: Operation) -> bool:
+    """Return whether the operation's time follows from its work, and so is that of a burst."""
+    return isinstance(operation, Kernel) and operation.lone_us is None and operation.cta_us is None
 
 
 def _is_copied(effect: Effect) -> bool:

@@ -45,6 +45,14 @@ def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, u
     return max(num_resident, round(num_rounds * num_resident * USUAL_FILL))
 
 
+def share_filled(kernel: Kernel, num_resident: int, num_sms: int) -> float:
+    """Return how well the tiles of a persistent matmul fill its rounds, relative to a usual one; 1 if they are not known."""
+    if not kernel.is_work_sharing or kernel.character != "matmul":
+        return 1.0
+    tiles = _tiles_by_name(kernel, num_sms)
+    return 1.0 if tiles is None else tiles / (math.ceil(tiles / num_resident) * num_resident) / USUAL_FILL
+
+
 def _tiles_by_name(kernel: Kernel, num_sms: int) -> int | None:
     """Return the tiles from cuBLAS's name of the kernel and the sizes of the matrices, or None unless both are known.
 

@@ -9,7 +9,7 @@ import re
 from msgspec.structs import replace
 
 from counterpoint.errors import WorkloadError, shown
-from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.validation.cases import (
     Attention,
     Case,
@@ -35,15 +35,16 @@ def described_step(case: Case, captured: Step) -> Step:
 
     Raises `WorkloadError` if the name of a kernel does not state its tile.
     """
-    launches = [captured.operations[place] for place in places_of(case, captured)]
-    operations: list[Operation] = []
-    latest: dict[int, int] = {}  # last collective by stream: in a graph the next one waits for it, whatever moves its data
-    for number, (entry, launched) in enumerate(zip(case.entries, launches, strict=True)):
-        before = latest.get(entry.stream) if isinstance(entry.work, CollectiveWork) else None
-        operations.append(_operation(entry, launched, captured.num_ranks, before))
-        if isinstance(entry.work, CollectiveWork):
-            latest[entry.stream] = number
+    entries = dict(zip(places_of(case, captured), case.entries, strict=True))
+    operations = [
+        _operation(entries[place], launched, captured.num_ranks) if place in entries else _without_time(launched)
+        for place, launched in enumerate(captured.operations)
+    ]
     return Step(name=case.name, num_ranks=captured.num_ranks, operations=tuple(operations))
+
+
+def _without_time(launched: Operation) -> Operation:
+    return replace(launched, lone_us=None)
 
 
 def places_of(case: Case, step: Step) -> tuple[int, ...]:
@@ -73,25 +74,24 @@ def _kind(entry: Entry) -> type[Operation]:
             return Kernel
 
 
-def _operation(entry: Entry, launched: Operation, num_ranks: int, before: int | None) -> Operation:
-    earlier = {*entry.waits_for, *(() if before is None else (before,))}
-    waits_for = tuple(Dependency(operation=wait) for wait in sorted(earlier))
+def _operation(entry: Entry, launched: Operation, num_ranks: int) -> Operation:
+    waits_for, stream = launched.waits_for, launched.stream
     work, name = entry.work, launched.name
     if isinstance(work, HostCopy):
-        copied = CopyEntry(name=name[:200], stream=entry.stream, direction=work.direction, bytes=work.num_bytes)
+        copied = CopyEntry(name=name[:200], stream=stream, direction=work.direction, bytes=work.num_bytes)
         return replace(operation_of(copied, waits_for, num_ranks), name=name)
     if isinstance(work, CollectiveWork):
-        exchange = CollectiveEntry(name=name[:200], stream=entry.stream, collective=work.collective, bytes=work.num_bytes)
+        exchange = CollectiveEntry(name=name[:200], stream=stream, collective=work.collective, bytes=work.num_bytes)
         assert isinstance(launched, Collective), "the captured step has a collective for each exchange"
         made = operation_of(exchange, waits_for, num_ranks)
         return replace(made, name=name, footprint=launched.footprint)
     assert isinstance(launched, Kernel), "the captured step has a kernel for each computation"
     if isinstance(work, Matmul):
-        gemm = _gemm(work, entry.stream, launched)
+        gemm = _gemm(work, stream, launched)
         # the launched footprint: a workload file cannot state clusters of GEMMs
         made = operation_of(gemm, waits_for, num_ranks)
         return replace(made, name=name, footprint=launched.footprint)
-    return replace(operation_of(_other(work, entry.stream, launched), waits_for, num_ranks), name=name)
+    return replace(operation_of(_other(work, stream, launched), waits_for, num_ranks), name=name)
 
 
 def _gemm(work: Matmul, stream: int, launched: Kernel) -> Gemm:

@@ -105,10 +105,12 @@ def _captured_step(measured: MeasuredCase) -> Step:
     return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
 
 
-def predict_captured(measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
-    """Return the captured rows of a case that need not be one of the set, predicted from its captured step."""
-    rows = _rows_for("captured steps", measured)
-    return list(_predict(_captured_step(measured), machine, measured, rows, "fresh"))
+def predict_case(
+    origin: Literal["captured steps", "sizes alone"], case: Case, measured: MeasuredCase, machine: Machine
+) -> list[PredictedRow]:
+    """Return the captured rows of a case that need not be one of the set."""
+    step = _captured_step(measured) if origin == "captured steps" else described_step(case, as_read_today(measured.step))
+    return list(_predict(step, machine, measured, _rows_for(origin, measured), "fresh"))
 
 
 def _loaded_us(measured: MeasuredCase) -> float:
