@@ -64,6 +64,7 @@ GROUPS = {
         "tensor_parallel_whole_activations",
         "tensor_parallel_whole_and_frozen",
         "tensor_parallel_whole_and_packed",
+        "tensor_parallel_whole_and_small",
         "tensor_parallel_whole_and_unused",
         "tensor_parallel_whole_neighbors_part",
         "tensor_parallel_whole_lists_part",

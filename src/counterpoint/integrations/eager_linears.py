@@ -11,11 +11,16 @@ from typing import Any, final
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 from counterpoint.integrations.sequence_shards import Route, distributed, is_one_sequence, rows_of, with_tokens_at
 from counterpoint.ops import operators
 from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
+from counterpoint.ops.operator_call import Key, earlier_call, key_of
 
+# Inputs of up to so many elements may skip the operator: those of decoding. Their calls take the host longer than the GPU.
+MOST_OF_SMALL = 1 << 19
+MOST_SIZES = 256
 OPERATORS = (
     operators.all_gather_matmul,
     operators.matmul_reduce_scatter,
@@ -33,9 +38,11 @@ class EagerLinear:
         self._gathers = operator is operators.all_gather_matmul
         self._sums_gradient = operator is operators.column_parallel_matmul
         self._scatters = operator is operators.matmul_reduce_scatter
+        self._sums = operator is operators.matmul_all_reduce
+        self._small: dict[torch.Size, Key] = {}  # calls without gradients, by the sizes of their inputs
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinear":
-        return self  # operators cannot be copied, and none of them changes
+        return self  # operators cannot be copied; a copy of the model makes calls of the same sizes
 
     def __call__(self, given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """Return the products of the input (a DTensor or its local part) and each weight; None if the public way is
@@ -48,14 +55,34 @@ class EagerLinear:
             return None
         if is_observed() or torch.is_autocast_enabled(local.device.type):
             return None
-        products: tuple[torch.Tensor, ...]
+        products: tuple[torch.Tensor, ...] | None = None
         if torch.is_grad_enabled() and (given.requires_grad or any(weight.requires_grad for weight in weights)):
             products = _Multiply.apply(self, given, *weights)
-        else:
+        elif self._sums and local.numel() <= MOST_OF_SMALL and not torch.autograd._profiler_enabled():
+            products = self._sum_small(local, weights[0])
+        if products is None:
             products = self.multiply(None, local, weights)
         if is_one_sequence(local.shape, self.dim):
             return products
         return tuple(product.movedim(0, self.dim) for product in products)
+
+    def _sum_small(self, local: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor] | None:
+        """Return the sum of all ranks' products where the operator leaves calls of these sizes to the library, without its
+        look-ups; None at first, and for other calls.
+        """
+        key, (group_name, _, schedule) = self._small.get(local.shape), self.route
+        if key is None:
+            operands = rows_of(local, self.dim), weight._local_tensor.t()
+            if len(self._small) >= MOST_SIZES:
+                self._small.clear()
+            self._small[local.shape] = key_of((operators.ALL_REDUCE, group_name, schedule), *operands)
+            return None
+        known = earlier_call(key, group_name)
+        if known is None or not known.is_by_library:
+            return None
+        product = functional.linear(local, weight._local_tensor)
+        known.sum_by_library(product)
+        return (product,)
 
     def multiply(self, ctx: Any, local: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the products; with several sequences, tokens come first. `ctx`, if given, keeps what backward needs.

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from counterpoint.errors import OperatorError
-from counterpoint.ops.collectives import Sequential
+from counterpoint.ops.collectives import Collectives, Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
 from counterpoint.schedule.actions import Operation, Pass
@@ -109,6 +109,18 @@ class KnownCall:
         agreement = self._runtime.agreement
         agreement.num_calls = self._picked.last_call = agreement.num_calls + 1
 
+    @property
+    def is_by_library(self) -> bool:
+        """Whether the library's collective moves the rows."""
+        return isinstance(self._picked.prepared, Collectives)
+
+    def sum_by_library(self, product: torch.Tensor) -> None:
+        """Begin and end one more call, which is by the library: sum its product over the ranks in place."""
+        assert isinstance(self._picked.prepared, Collectives), "only calls by the library are summed so"
+        self.begin()
+        self._picked.prepared.reduce_all(product)
+        self._counts.add(self._picked, is_replayed=False)
+
     def run(self, given: Matrices, weights: Matrices) -> list[torch.Tensor]:
         """Run the call that has begun, and return its results."""
         first, prepared = given[0], self._picked.prepared
@@ -127,12 +139,17 @@ def key_of(what: Key, *tensors: torch.Tensor) -> Key:
 
 def known_call(key: Key, group_name: str) -> KnownCall | None:
     """Return what is known of calls with this key, one of which begins now; nothing before the first one ran."""
+    found = earlier_call(key, group_name)
+    if found is not None:
+        found.begin()
+    return found
+
+
+def earlier_call(key: Key, group_name: str) -> KnownCall | None:
+    """Return what is known of calls with this key, if one ran in this group."""
     found: KnownCall | None = known_calls().get(key)
     # a group may be destroyed and another one may get its name
-    if found is None or distributed_c10d._resolve_process_group(group_name) is not found.group:
-        return None
-    found.begin()
-    return found
+    return None if found is None or distributed_c10d._resolve_process_group(group_name) is not found.group else found
 
 
 @final

@@ -125,7 +125,9 @@ def by_transformers(mlp: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def pair_of(
-    spread: Callable[[nn.Module, DeviceMesh], None], kind: type[FeedForward | OfLists | Packed] = FeedForward
+    spread: Callable[[nn.Module, DeviceMesh], None],
+    kind: type[FeedForward | OfLists | Packed] = FeedForward,
+    schedule: ScheduleDescription = CHUNKED,
 ) -> tuple[nn.Module, nn.Module, Overlapped]:
     """The same spread module twice, the second one with `overlap`."""
     mlps = []
@@ -133,7 +135,7 @@ def pair_of(
         torch.manual_seed(0)
         mlps.append(kind(64).to(DEVICE, torch.float64))
         spread(mlps[-1], init_device_mesh(DEVICE.type, (dist.get_world_size(),)))
-    return *mlps, tensor_parallel.overlap(mlps[1], schedule=CHUNKED)  # type: ignore[return-value]  # a pair
+    return *mlps, tensor_parallel.overlap(mlps[1], schedule=schedule)  # type: ignore[return-value]  # a pair
 
 
 def results_of(mlp: nn.Module, run: Run, *, is_input_wanted: bool = True) -> list[torch.Tensor]:
@@ -185,6 +187,24 @@ def tensor_parallel_whole_activations() -> None:
         assert overlapped.num_by_copies == before, "off, no operator runs"
         overlapped.undo()
         assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
+
+
+def tensor_parallel_whole_and_small() -> None:
+    """Small calls without gradients that the operator leaves to the library skip the operator, and are counted alike."""
+    for spread in (by_torch, by_transformers):
+        bare, ours, overlapped = pair_of(spread, Packed, ScheduleDescription(pattern="sequential"))
+        given = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(DEVICE)
+        with mock.patch.object(EagerLinear, "multiply", autospec=True, side_effect=EagerLinear.multiply) as multiplied:
+            for number in range(4):
+                with torch.inference_mode() if number % 2 else torch.no_grad():
+                    assert_close([ours(number * given)], [bare(number * given)], 1e-12)
+                assert overlapped.num_by_library == number + 1
+            assert len(multiplied.mock_calls) == 1
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, torch.no_grad():
+                ours(given)
+            assert "counterpoint::matmul_all_reduce" in {each.key for each in profile.key_averages()}
+        assert_close(results_of(ours, ours), results_of(bare, bare), 1e-12)
+        overlapped.undo()
 
 
 def tensor_parallel_whole_and_packed() -> None:
