@@ -1,5 +1,6 @@
 """Captured graphs on a real GPU: reading, editing and what the edits do, with kernels whose length and start are known."""
 
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +26,7 @@ from counterpoint.machine import machine_for_device
 from counterpoint.measurement.tournament import measure_rounds
 from counterpoint.occupancy import cap_shared_bytes
 from counterpoint.plan import Directive, Match, Plan
-from counterpoint.step import Footprint
+from counterpoint.step import Footprint, Kernel
 from helpers.spin_kernels import Record, SpinKernels
 
 # an NCCL 2.28 CTA of compute capability 9.0: threads and bytes of static and dynamic shared memory together
@@ -134,6 +135,15 @@ def profiled_kernels(work: Callable[[], None], path: Any) -> list[tuple[int, int
         ctas, threads = grid[0] * grid[1] * grid[2], block[0] * block[1] * block[2]
         found.append((ctas, threads, args["registers per thread"], args["shared memory"]))
     return found
+
+
+def test_a_captured_step_holds_the_clusters_that_a_library_launches() -> None:
+    given = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    captured = capture(lambda: torch.mm(given, given), "matmul")
+    (kernel,) = (each for each in captured.read.step.operations if isinstance(each, Kernel))
+    captured.close()
+    named = re.search(r"^nvjet_sm90_.*_(?:1x2|2x1)_", kernel.name)
+    assert kernel.footprint.ctas_per_cluster == (2 if named else 1), kernel.name
 
 
 def test_the_nodes_are_what_was_captured(small: tuple[SmallStep, Captured]) -> None:

@@ -14,6 +14,7 @@ from counterpoint.paper.cases import paper_description, with_stages
 from counterpoint.paper.grid import simulate_paper
 from counterpoint.paper.values import CHOICE, COPY_ENGINES, PLAIN, PaperResult
 from counterpoint.step import Step
+from counterpoint.validation.outcome import as_read_today
 
 BASELINE = PLAIN
 TIMED = {"is_timed_in_bursts": True}  # as captures say of their steps now
@@ -35,7 +36,8 @@ def measured_rows(num_ranks: int) -> dict[str, dict[str, float]]:
 
 def captured_steps(num_ranks: int) -> dict[str, Step]:
     """The captured step of every workload that was measured on that many GPUs."""
-    stored = {name: msgspec.convert(step | TIMED, Step) for name, step in _stored(num_ranks)["steps"].items()}
+    steps = _stored(num_ranks)["steps"].items()
+    stored = {name: as_read_today(msgspec.convert(step | TIMED, Step)) for name, step in steps}
     return {name: with_stages(step, paper_description(name)) for name, step in stored.items()}
 
 

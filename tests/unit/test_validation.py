@@ -384,3 +384,11 @@ def test_the_errors_of_lone_kernels_are_the_documented_ones() -> None:
     assert len(rows) == 8
     for row in rows:
         assert row in text
+
+
+def test_stored_steps_get_the_clusters_that_captures_once_lost() -> None:
+    (path,) = (each for each in shipped_measurements() if each.stem == "2x_h200")
+    (measured,) = (each for each in load_measured(path).cases if each.name.startswith("bf16 10240"))
+    found = {each.name: each.footprint for each in as_read_today(measured.step).operations if not isinstance(each, Copy)}
+    clusters = {name[:9]: footprint.ctas_per_cluster for name, footprint in found.items() if footprint is not None}
+    assert clusters == {"nvjet_sm9": 2, "ncclDevKe": 4}

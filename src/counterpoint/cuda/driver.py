@@ -92,7 +92,8 @@ def describe_node(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
 def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
     params = kernel_params(handle)
     function = function_of(params)
-    cluster = _get_attribute(handle, "CLUSTER_DIMENSION").clusterDim
+    clusters = _get_attribute(handle, "CLUSTER_DIMENSION")  # what follows reads its memory, so it must live on
+    cluster = clusters.clusterDim
     # the driver reports 0 for a node whose carveout was never set
     carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
     footprint = Footprint(

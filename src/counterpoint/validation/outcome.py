@@ -17,9 +17,9 @@ from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.metrics import measure
 from counterpoint.plan import Plan
 from counterpoint.sim import Simulator
-from counterpoint.step import Kernel, Step
+from counterpoint.step import Copy, Kernel, Operation, Step
 from counterpoint.traces import read_trace
-from counterpoint.traces.classify import classify_kernel, matmul_type
+from counterpoint.traces.classify import classify_kernel, ctas_per_cluster, matmul_type
 from counterpoint.validation.cases import Case, cases_for
 from counterpoint.validation.described import described_step, places_of
 from counterpoint.validation.figures import MODELS, Figures, PredictedRow, figures_of
@@ -29,6 +29,7 @@ from counterpoint.value import Value
 REPLAYS_PER_TIME = 2  # a time is that of the second replay
 # the power limit of an H200 acts after this time under load, in two steps; a matmul's times say how large the first one is
 BURST_US, FIRST_STEP_US, SHARE_OF_FIRST_STEP = 42_000.0, 82_000.0, 0.6
+CLUSTERS_SINCE = 9  # major compute capability, that of all GPUs of stored captures
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
@@ -128,15 +129,24 @@ def _share_of_limit(measured: MeasuredCase) -> float:
 
 
 def as_read_today(step: Step) -> Step:
-    """Return a stored captured step, with its kernels classified by their names under today's rules."""
-    operations = [_classified(each) if isinstance(each, Kernel) else each for each in step.operations]
-    return msgspec.structs.replace(step, operations=tuple(operations))
+    """Return a stored captured step, with its kernels classified by their names under today's rules.
+
+    Captures before 2026-11-29 held no clusters of CTAs. The rules for traces say them.
+    """
+    return msgspec.structs.replace(step, operations=tuple(map(_as_read_today, step.operations)))
 
 
-def _classified(kernel: Kernel) -> Kernel:
-    character = classify_kernel(kernel.name).character
-    element_type = matmul_type(kernel.name, "") if character == "matmul" else None
-    return msgspec.structs.replace(kernel, character=character, element_type=element_type)
+def _as_read_today(operation: Operation) -> Operation:
+    if isinstance(operation, Copy) or operation.footprint is None:
+        return operation
+    rule, footprint = classify_kernel(operation.name), operation.footprint
+    if footprint.ctas_per_cluster == 1:
+        size = ctas_per_cluster(rule, CLUSTERS_SINCE, footprint.num_ctas)
+        operation = msgspec.structs.replace(operation, footprint=msgspec.structs.replace(footprint, ctas_per_cluster=size))
+    if not isinstance(operation, Kernel):
+        return operation
+    element_type = matmul_type(operation.name, "") if rule.character == "matmul" else None
+    return msgspec.structs.replace(operation, character=rule.character, element_type=element_type)
 
 
 def _rows_for(origin: Origin, measured: MeasuredCase) -> list[MeasuredRow]:
