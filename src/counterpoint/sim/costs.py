@@ -34,7 +34,7 @@ from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
-FILL_US = 0.8  # of a few bytes, as cuBLAS and cuDNN do before their kernels: captured steps and traces of H200s
+MEMSET_US = 0.8  # of a few bytes, as cuBLAS and cuDNN set before their kernels: captured steps and traces of H200s
 # An SM takes in 64 bytes from L2 per cycle, 1.47 times its share of what L2 delivers to all SMs; so kernels on 120 of 132
 # SMs get all of it (cuBLAS in tf32, one H200)
 MOST_OF_L2 = 1.47
@@ -202,24 +202,27 @@ class CostModel:
         return min(kernel.footprint.num_ctas, residency(self._gpu, kernel.footprint).ctas_per_sm * self._gpu.num_sms)
 
     def _busy_us(self, kernel: Kernel, issue_reference: float, per_sm: int) -> float:
-        """Return the time that the SMs take for the kernel's operations, for its bytes from L2, and for loads that it waits
-        for, in its reference state.
+        """Return the time that the SMs take for the kernel's work in its reference state: for what they compute, or for what
+        L2 delivers to them.
         """
-        computed_us = US_PER_S * (kernel.flops or 0.0) / reached_flops_per_s(kernel, self.machine, self._calibration)
-        computed_us /= share_filled(kernel, self._resident_ctas(kernel), self._gpu.num_sms)
-        constants, hbm_bytes = self._calibration.characters[kernel.character], kernel.hbm_bytes or 0.0
-        if kernel.character == "attention":  # a CTA loads its first and stores its last tiles before and after it multiplies
-            computed_us += US_PER_S * hbm_bytes / self.l2.bytes_per_s
-        elif constants.bottleneck == "latency":
-            waited_us = US_PER_S * hbm_bytes / (self._hbm_fraction(constants) * self.hbm_bytes_per_s)
-            computed_us = max(computed_us, waited_us)
-        # these assume every SM; a kernel of few CTAs leaves SMs empty, so each of its CTAs has more work
-        used = self._resident(kernel) / (per_sm * self._gpu.num_sms)
+        used = self._resident(kernel) / (per_sm * self._gpu.num_sms)  # a kernel of few CTAs leaves SMs empty
         delivered_us = US_PER_S * (kernel.l2_bytes or 0.0) / self.l2.bytes_per_s / min(1.0, used * MOST_OF_L2)
-        busy_us = max(computed_us / used, delivered_us) * (self._crowding(kernel, self._resident_ctas(kernel)) or 1.0)
+        busy_us = max(self._computed_us(kernel) / used, delivered_us)
+        busy_us *= self._crowding(kernel, self._resident_ctas(kernel)) or 1.0
         if kernel.is_work_sharing and per_sm == 1 and issue_reference:
             return busy_us / min(issue_reference, 1.0)  # a persistent kernel issues the loads of its next tile ahead
         return busy_us / (smooth_minimum(issue_reference, 1.0, SM_EXPONENT) if issue_reference else 1.0)
+
+    def _computed_us(self, kernel: Kernel) -> float:
+        """Return the time that all SMs would take for the kernel's operations, and for loads that it waits for."""
+        computed_us = US_PER_S * (kernel.flops or 0.0) / reached_flops_per_s(kernel, self.machine, self._calibration)
+        computed_us /= share_filled(kernel, self._resident_ctas(kernel), self._gpu.num_sms)
+        constants, hbm_bytes = self._calibration.characters[kernel.character], kernel.hbm_bytes or 0.0
+        if kernel.character == "attention":  # a CTA multiplies neither while its first tiles come nor while its last ones go
+            return computed_us + US_PER_S * hbm_bytes / self.l2.bytes_per_s
+        if constants.bottleneck != "latency":
+            return computed_us
+        return max(computed_us, US_PER_S * hbm_bytes / (self._hbm_fraction(constants) * self.hbm_bytes_per_s))
 
     def _hbm_per_cta(self, kernel: Kernel, constants: CharacterConstants, effective_ctas: float) -> float:
         """Return the bytes per second that one CTA can keep in flight."""
@@ -478,7 +481,7 @@ class CostModel:
             "host_to_device": self._calibration.host_link_bytes_per_s.value,
             "device_to_host": self._calibration.host_link_bytes_per_s.value,
         }
-        latency_us = FILL_US if copy.direction == "set" else self._calibration.copy_latency_us.value
+        latency_us = MEMSET_US if copy.direction == "set" else self._calibration.copy_latency_us.value
         return latency_us + US_PER_S * copy.num_bytes / rates[copy.direction]
 
 

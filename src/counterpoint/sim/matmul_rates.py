@@ -11,10 +11,10 @@ USUAL_ELEMENT_TYPE: ElementType = "bf16"  # the assumed type of a matmul or an a
 # L2 limits a matmul if its tiles arrive at less than this share of the peak rate of its type: between tiles of 64x128
 # (0.49), which lose 5 % without 24 of 132 SMs, and 256x64 (0.59), which lose 17 % (one H200)
 MOST_FED = 0.504
-# A library's matmul takes longer by what its pipeline needs to fill and drain for each tile: as long as for these bytes of
+# A library's matmul takes longer by what its pipeline needs to start and to end each tile: as long as for these bytes of
 # a row of A. One H200, cool: 8192x8192 by 1,024, 2,048 and 8,192 reach 0.73, 0.78 and 0.81 of the peak in bf16, and 0.58
 # and 0.75 by 1,024 and 8,192 in fp8.
-FILL_BYTES = 320
+PIPELINE_BYTES = 320
 LARGE_SIZE = 8192  # rows, columns and inner size of the matmuls that gave `matmul_peak_fraction`
 
 
@@ -29,12 +29,12 @@ def reached_flops_per_s(kernel: Kernel, machine: Machine, calibration: Calibrati
     reached = peak * calibration.matmul_fraction(element_type)
     if not kernel.is_work_sharing or kernel.matmul_sizes is None:
         return reached
-    return reached * longer_by_fill(element_type, LARGE_SIZE) / longer_by_fill(element_type, kernel.matmul_sizes[1])
+    return reached * with_pipeline(element_type, LARGE_SIZE) / with_pipeline(element_type, kernel.matmul_sizes[1])
 
 
-def longer_by_fill(element_type: ElementType, inner_size: int) -> float:
-    """Return how much longer than its multiplications alone a library's matmul of this inner size takes."""
-    return 1 + FILL_BYTES / ELEMENT_BYTES[element_type] / inner_size
+def with_pipeline(element_type: ElementType, inner_size: int) -> float:
+    """Return the time of a library's matmul of this inner size, relative to its multiplications alone."""
+    return 1 + PIPELINE_BYTES / ELEMENT_BYTES[element_type] / inner_size
 
 
 def l2_bytes_per_s(machine: Machine, calibration: Calibration) -> float:

@@ -1,11 +1,12 @@
 """Finds the clock of a step under the power limit, from the mean power of its operations.
 
-A GPU lowers its clock to hold its mean power over some tens of milliseconds at the limit. Lone times taken in short bursts
-belong to a burst's higher clock, so a step that runs continuously takes longer. At a share c of the burst's clock, an
-operation takes 1 / c as long. Its watts above an idle GPU are multiplied by c to the power of `exponent`, because the
-voltage falls with the clock. Kernels that the memory limits take no longer: matmuls of 128 rows draw as much as large ones,
-at a clock that is as low, and take as long as in a burst. Matmuls of small tiles wait for L2: they take as long down to a
-clock at which the SMs limit them. With few CTAs on an SM, which wait for their tiles, they slow down from the start.
+A GPU lowers its clock to hold its mean power over some tens of milliseconds at the limit. Lone times that were taken in
+short bursts or follow from sizes belong to a burst's higher clock, so a step that runs continuously takes longer. At a
+share c of the burst's clock, an operation takes 1 / c as long. Its watts above an idle GPU are multiplied by c to the power
+of `exponent`, because the voltage falls with the clock. Kernels that the memory limits take no longer: matmuls of 128 rows
+draw as much as large ones, at a clock that is as low, and take as long as in a burst. Matmuls of small tiles wait for L2:
+they take as long down to a clock at which the SMs limit them. With few CTAs on an SM, which wait for their tiles, they slow
+down from the start.
 The power of an operation does not depend on what runs beside it. The mean power of a step is the sum of each operation's
 watts times its time alone, divided by the time of the step. At the clock sought, it equals the power that the limit leaves
 above an idle GPU. The step is simulated again at that clock.

@@ -193,20 +193,22 @@ def _share_sms(
     for group in groups:
         asked = 0.0
         for cohort in group.cohorts:
-            work = cohort.task.work
-            asked += cohort.count * work.issue_per_cta / (work.clock_latency * (1 + tile_latency if work.has_tiles else 1.0))
+            asked += cohort.count * cohort.task.work.issue_per_cta / _latency_of(cohort.task, tile_latency)
         crowding, num_sms = 1 + asked**SM_EXPONENT, group.num_sms()
         task, share = None, 0.0
         for cohort in group.cohorts:
             if cohort.task is not task:
                 task = cohort.task
                 share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
-                share /= task.work.clock_latency
-                if task.work.has_tiles:
-                    share /= 1 + tile_latency
+                share /= _latency_of(task, tile_latency)
             shares.append(share)
             effective[numbers[task]] += share * cohort.count * num_sms
     return shares, effective
+
+
+def _latency_of(task: SmTask, tile_latency: float) -> float:
+    """Return how much longer than alone at a burst's clock the loads of a task's CTAs are on their way."""
+    return task.work.clock_latency * (1 + tile_latency) if task.work.has_tiles else task.work.clock_latency
 
 
 def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:

@@ -46,7 +46,7 @@ def num_tiles(kernel: Kernel, num_resident: int, num_sms: int, lone_us: float, u
 
 
 def share_filled(kernel: Kernel, num_resident: int, num_sms: int) -> float:
-    """Return how well the tiles of a persistent matmul fill its rounds, relative to a usual one; 1 if they are not known."""
+    """Return the share of its rounds that a persistent matmul's tiles fill, relative to a usual one; 1 if it is unknown."""
     if not kernel.is_work_sharing or kernel.character != "matmul":
         return 1.0
     tiles = _tiles_by_name(kernel, num_sms)
