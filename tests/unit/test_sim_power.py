@@ -6,6 +6,7 @@ import pytest
 from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.plan import LEAVE_IT
+from counterpoint.planner.ideal import scale_of
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.calibration_fit import Points
@@ -60,6 +61,28 @@ def test_a_matmul_that_the_memory_limits_is_not_slowed_by_the_clock(
     known = msgspec.structs.replace(matmul(burst_us), matmul_sizes=(rows, 8192, 16384))
     found = end_us(step(*[known] * 40)) / 40 / burst_us
     assert limits[0] < found < limits[1]
+
+
+def described(size: int = 8192) -> Kernel:
+    """cuBLAS's matmul of a cube, whose time follows from its size."""
+    return msgspec.structs.replace(matmul(), lone_us=None, flops=2.0 * size**3, matmul_sizes=(size, size, size))
+
+
+def test_times_from_sizes_are_those_of_a_burst_and_the_limit_sets_the_clock() -> None:
+    load = step(*[described()] * 10, is_timed_in_bursts=False)
+    assert Simulator().lone_times_us(load, H200)[0] == pytest.approx(BURST_US, rel=0.01)
+    assert end_us(load) / 10 == pytest.approx(1622.7, rel=0.01), "as measured under load"
+    assert scale_of(load, H200).sequential_us == pytest.approx(end_us(load), rel=0.01), "at the clock of the step"
+
+
+def test_gpus_of_unknown_power_multiply_as_fast_as_in_steps_at_one_clock() -> None:
+    b200 = load_machine("b200")
+    load = step(*[described()] * 10, is_timed_in_bursts=False)
+    lone_us = Simulator().lone_times_us(load, b200)[0]
+    assert end_us(load, machine=b200) / 10 == pytest.approx(lone_us, rel=0.01)
+    share = 2.0 * 8192**3 / lone_us * 1e6 / b200.matmul_flops_per_s("bf16")
+    assert share == pytest.approx(0.72 * 132 / b200.gpu.num_sms, abs=0.01), "132 CTAs"
+    assert end_us(step(*[matmul()] * 10), machine=b200) / 10 == pytest.approx(BURST_US, rel=0.01), "not the H200's limit"
 
 
 def test_pauses_and_light_kernels_leave_matmuls_more_power() -> None:

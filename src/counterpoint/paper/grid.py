@@ -17,7 +17,7 @@ from counterpoint.cuda.graph_rewriting import MOVED, rewrite
 from counterpoint.machine import Gpu, Machine
 from counterpoint.measurement.orders import draw_seed
 from counterpoint.measurement.tournament import measure_rounds
-from counterpoint.metrics import measure
+from counterpoint.metrics import measure, sequential_us
 from counterpoint.occupancy import cap_shared_bytes, residency
 from counterpoint.paper.values import (
     CHOICE,
@@ -130,12 +130,12 @@ def simulated_rows(step: Step, machine: Machine, plans: Mapping[str, Plan]) -> t
     them and the step's scale.
     """
     simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, list(plans.values())))
-    scale = scale_of(step, machine, plans.values(), simulator=simulator)
-    rows = [PaperRow(label=SEQUENTIAL, simulated_us=scale.sequential_us)]
+    in_turn_us = sequential_us(step, simulator.lone_times_us(step, machine))
+    rows = [PaperRow(label=SEQUENTIAL, simulated_us=in_turn_us)]
     for label, plan in plans.items():
         found = measure(simulator.run(step, machine, plan))
         rows.append(PaperRow(label=label, simulated_us=found.makespan_us, overlap_ratio=found.overlap_ratio))
-    return scale, with_time_ratios(rows)
+    return scale_of(step, machine, plans.values()), with_time_ratios(rows)
 
 
 def measure_paper(

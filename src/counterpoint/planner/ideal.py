@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from counterpoint.controls import OverlapMatmul, OwnStream
 from counterpoint.machine import Machine
 from counterpoint.metrics import ideal_in_pieces_us, ideal_us, sequential_us
-from counterpoint.plan import Plan
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner.movements import propose_transports
 from counterpoint.sim import Simulator
 from counterpoint.step import Step
@@ -44,14 +44,13 @@ def scale_of(
     machine: Machine,
     plans: Iterable[Plan] = (),
     traced_us: float | None = None,
-    simulator: Simulator | None = None,
 ) -> Scale:
     """Return the scale of a step by the simulator's lone times. `traced_us` is the measured makespan, if there is one.
 
     `plans` are the plans shown beside the scale. What they move by copy engines counts even if the planner would not
-    move it.
+    move it. Times are those at the clock that the power limit allows the step without a plan.
     """
-    simulator = simulator or Simulator()
+    simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, [LEAVE_IT]))
     lone_us = simulator.lone_times_us(step, machine)
     moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step, machine).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]
