@@ -82,8 +82,8 @@ def test_plain_overlap_nears_sequential_at_the_papers_high_cta_counts(machine: s
     ideals = [
         point.ideal_us / row.simulated_us for point in sweep.points if (row := point.row(SEQUENTIAL)) and point.ideal_us
     ]
-    # under the power limit a step that overlaps has a lower clock, as it draws more
-    assert few == pytest.approx(ideals[0], abs=0.045 if load_calibration(load_machine(machine)).power else 0.03)
+    # the power limit lowers the clock of a step that overlaps, as it draws more; the ideal has the clock of a burst
+    assert few == pytest.approx(ideals[0], abs=0.08 if load_calibration(load_machine(machine)).power else 0.03)
     assert many > ideals[1] + 0.015
     assert (PRIORITY in sweep.labels) == load_machine(machine).gpu.priority_is_effective
     assert COPY_ENGINES in sweep.labels

@@ -48,9 +48,10 @@ def scale_of(
     """Return the scale of a step by the simulator's lone times. `traced_us` is the measured makespan, if there is one.
 
     `plans` are the plans shown beside the scale. What they move by copy engines counts even if the planner would not
-    move it. Times are those at the clock that the power limit allows the step without a plan.
+    move it. The sequential time is that at the clock that the power limit allows the step without a plan. The ideals have
+    the clock of lone times, since another plan may allow a higher one.
     """
-    simulator = Simulator(clock_share=Simulator().clock_of_turns(step, machine, [LEAVE_IT]))
+    simulator = Simulator()
     lone_us = simulator.lone_times_us(step, machine)
     moving = [Plan(directives=candidate.directives) for candidate in propose_transports(step, machine).candidates]
     times_us = [lone_us, *(simulator.lone_times_us(step, machine, plan) for plan in (*moving, *plans))]
@@ -58,7 +59,8 @@ def scale_of(
     busy_us = simulator.least_busy_us(step, machine, least_us)
     found_us = ideal_us(step, least_us, busy_us)
     most_us = found_us if traced_us is None else min(found_us, traced_us)
-    in_turn_us = sequential_us(step, lone_us)
+    limited = Simulator(clock_share=simulator.clock_of_turns(step, machine, [LEAVE_IT]))
+    in_turn_us = sequential_us(step, limited.lone_times_us(step, machine))
     return Scale(
         sequential_us=in_turn_us,
         ideal_us=most_us,

@@ -35,9 +35,7 @@ from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
 MEMSET_US = 0.8  # of a few bytes, as cuBLAS and cuDNN set before their kernels: captured steps and traces of H200s
-# An SM takes in 64 bytes from L2 per cycle, 1.47 times its share of what L2 delivers to all SMs; so kernels on 120 of 132
-# SMs get all of it (cuBLAS in tf32, one H200)
-MOST_OF_L2 = 1.47
+MOST_OF_L2 = 1.47  # times its share of L2's bandwidth: 64 bytes per cycle; so kernels on 120 of 132 SMs get all of it
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
