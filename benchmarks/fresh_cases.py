@@ -135,9 +135,12 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if options.files:
-        for origin in ORIGINS:
-            rows = [row for path in options.files for row in predicted(path, origin)]
-            print("\n".join((f"from {origin}", *table(rows))))
+        try:
+            for origin in ORIGINS:
+                rows = [row for path in options.files for row in predicted(path, origin)]
+                print("\n".join((f"from {origin}", *table(rows))))
+        except (CounterpointError, OSError) as problem:
+            parser.error(str(problem))
         return
     from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
 

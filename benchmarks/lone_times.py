@@ -147,7 +147,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if options.files:
-        print("\n".join(row for path in options.files for row in table(path)))
+        try:
+            print("\n".join(row for path in options.files for row in table(path)))
+        except (CounterpointError, OSError) as problem:
+            parser.error(str(problem))
         return
     from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
 
