@@ -92,7 +92,7 @@ def describe_node(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
 def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
     params = kernel_params(handle)
     function = function_of(params)
-    clusters = _get_attribute(handle, "CLUSTER_DIMENSION")  # what follows reads its memory, so it must live on
+    clusters = _get_attribute(handle, "CLUSTER_DIMENSION")
     cluster = clusters.clusterDim
     # the driver reports 0 for a node whose carveout was never set
     carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
@@ -140,6 +140,9 @@ def function_attribute(function: Handle, name: str) -> int:
 
 
 def _get_attribute(handle: Handle, name: str) -> Handle:
+    """Return one of a kernel node's CU_LAUNCH_ATTRIBUTE values. Parts of it that are no numbers are read in its memory, so
+    it must outlive them; so must parameters of nodes.
+    """
     attribute = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
     return check(f"Reading {name} of a node", cu.cuGraphKernelNodeGetAttribute(handle, attribute))
 

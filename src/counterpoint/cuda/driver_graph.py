@@ -263,7 +263,8 @@ def _bytes_copied_to(targets: frozenset[int], handle: Handle) -> int:
     """Return how many bytes a node copies to these addresses; 0 for any other node."""
     if check("Reading a node's type", cu.cuGraphNodeGetType(handle)) != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
         return 0
-    if int(check("Reading a copy", cu.cuGraphMemcpyNodeGetParams(handle)).dstDevice) not in targets:
+    copied = check("Reading a copy", cu.cuGraphMemcpyNodeGetParams(handle))  # the address is read in its memory
+    if int(copied.dstDevice) not in targets:
         return 0
     return describe_node(handle, ()).num_bytes
 
