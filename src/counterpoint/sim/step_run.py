@@ -28,12 +28,18 @@ class StepRun:
     def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
         self.step, self.calibration = step, calibration
         self._effects, self.machine = effects, machine
+        self._latest: tuple[float, Spans] | None = None  # the clock and the spans of the latest simulation
 
     def _costs(self, clock_share: float = 1.0) -> CostModel:
         return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
 
     def spans(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
+        if self._latest is None or self._latest[0] != clock_share:
+            self._latest = clock_share, self._simulated(clock_share)
+        return self._latest[1]
+
+    def _simulated(self, clock_share: float) -> Spans:
         costs = self._costs(clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
         is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
