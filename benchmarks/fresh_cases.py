@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
@@ -33,12 +33,11 @@ from counterpoint.validation.cases import (
     sharded,
 )
 from counterpoint.validation.figures import PredictedRow, figures_of
-from counterpoint.validation.outcome import predict_case
+from counterpoint.validation.outcome import CapturedOrigin, predict_case
 from counterpoint.validation.records import MeasuredSet, save_measured
 from counterpoint.value import decode_json
 
-Origin = Literal["captured steps", "sizes alone"]
-ORIGINS: tuple[Origin, ...] = get_args(Origin)
+ORIGINS: tuple[CapturedOrigin, ...] = get_args(CapturedOrigin)
 FAMILIES = ("pairs", "types", "training", "alone")
 TYPES = ("bf16", "fp16", "bf16", "fp8", "bf16")
 
@@ -101,7 +100,7 @@ def measure(options: argparse.Namespace) -> None:
     measure_cases(in_time(), "fresh", options.output, save, lambda each: each.measure_captured(with_limits=True))
 
 
-def predicted(path: Path, origin: Origin = "captured steps") -> Iterator[tuple[str, PredictedRow]]:
+def predicted(path: Path, origin: CapturedOrigin = "captured steps") -> Iterator[tuple[str, PredictedRow]]:
     """Every row of a file with its family, as today's simulator predicts it; `alone` not from sizes."""
     measured = decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark.")
     for found in measured.cases:

@@ -32,6 +32,7 @@ BURST_US, FIRST_STEP_US, SHARE_OF_FIRST_STEP = 42_000.0, 82_000.0, 0.6
 CLUSTERS_SINCE = 9  # major compute capability, that of all GPUs of stored captures
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
+CapturedOrigin = Literal["captured steps", "sizes alone"]  # those that need a captured step, and no trace
 
 
 class OriginOutcome(Value, frozen=True, kw_only=True):
@@ -91,10 +92,8 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
 
 def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
     """Return the step that predictions of this origin start from; None if the case has none."""
-    if origin == "captured steps":
-        return _captured_step(measured)
-    if origin == "sizes alone":
-        return described_step(case, as_read_today(measured.step))
+    if origin != "traces":
+        return _launched_step(origin, case, measured)
     if measured.trace is None:
         return None
     step = read_trace(trace_path(path, measured.trace)).step
@@ -102,15 +101,17 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> 
     return step
 
 
-def _captured_step(measured: MeasuredCase) -> Step:
-    return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
+def _launched_step(origin: CapturedOrigin, case: Case, measured: MeasuredCase) -> Step:
+    """Return a case's step as it was captured, or as its sizes describe it."""
+    captured = as_read_today(measured.step)
+    if origin == "sizes alone":
+        return described_step(case, captured)
+    return msgspec.structs.replace(captured, is_timed_in_bursts=True)
 
 
-def predict_case(
-    origin: Literal["captured steps", "sizes alone"], case: Case, measured: MeasuredCase, machine: Machine
-) -> list[PredictedRow]:
+def predict_case(origin: CapturedOrigin, case: Case, measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
     """Return the captured rows of a case that need not be one of the set."""
-    step = _captured_step(measured) if origin == "captured steps" else described_step(case, as_read_today(measured.step))
+    step = _launched_step(origin, case, measured)
     return list(_predict(step, machine, measured, _rows_for(origin, measured), "fresh"))
 
 
