@@ -5,9 +5,12 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Iterable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+
+from counterpoint.errors import CounterpointError
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -44,3 +47,26 @@ def store(name: str, result: object) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"conditions": conditions(), "result": result}, indent=2) + "\n")
     return path
+
+
+def compare_or_measure(
+    parser: argparse.ArgumentParser,
+    compared: Callable[[argparse.Namespace], Iterable[str]],
+    measure: Callable[[argparse.Namespace], None],
+) -> None:
+    """Print lines about the files that the command line names. Without any, measure on this GPU, or on all ranks' GPUs.
+
+    A file that cannot be read ends the process with one line and exit code 2.
+    """
+    parser.add_argument("files", nargs="*", type=Path, help="compare these; without any, measure")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    if options.files:
+        try:
+            print("\n".join(compared(options)))
+        except (CounterpointError, OSError) as problem:
+            parser.error(str(problem))
+        return
+    from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415  comparing needs no GPU
+
+    run_and_leave(lambda: measure(options))

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+from benchmarks.conditions import compare_or_measure
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
 from counterpoint.units import MIB
@@ -125,25 +126,19 @@ def table(rows: Sequence[tuple[str, PredictedRow]]) -> Iterator[str]:
             )
 
 
+def compared(options: argparse.Namespace) -> Iterator[str]:
+    """A table for each origin of the predictions, over all files."""
+    for origin in ORIGINS:
+        yield f"from {origin}"
+        yield from table([row for path in options.files for row in predicted(path, origin)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="compare these; without any, measure")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[101, 102], help="of the pairs")
     parser.add_argument("--stop-after-s", type=float, default=200.0)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    if options.files:
-        try:
-            for origin in ORIGINS:
-                rows = [row for path in options.files for row in predicted(path, origin)]
-                print("\n".join((f"from {origin}", *table(rows))))
-        except (CounterpointError, OSError) as problem:
-            parser.error(str(problem))
-        return
-    from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
-
-    run_and_leave(lambda: measure(options))
+    compare_or_measure(parser, compared, measure)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.conditions import compare_or_measure
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import ElementType, load_machine
 from counterpoint.sim import Simulator
@@ -143,18 +145,9 @@ def measure(output: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="compare these; without any, measure")
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    if options.files:
-        try:
-            print("\n".join(row for path in options.files for row in table(path)))
-        except (CounterpointError, OSError) as problem:
-            parser.error(str(problem))
-        return
-    from benchmarks.on_gpus import run_and_leave  # noqa: PLC0415
-
-    run_and_leave(lambda: measure(options.output))
+    compare_or_measure(
+        parser, lambda options: chain.from_iterable(map(table, options.files)), lambda options: measure(options.output)
+    )
 
 
 if __name__ == "__main__":
