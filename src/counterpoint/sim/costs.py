@@ -6,15 +6,16 @@ its bytes on the wire divided by the link's bandwidth.
 """
 
 import math
-from functools import cache
+from collections.abc import Callable
 
 import msgspec
 
 from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
-from counterpoint.machine import Machine, machine_for_device
+from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.block_kernels import BlockKernels
+from counterpoint.sim.calibrated_range import own_loads_scale
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
 from counterpoint.sim.matmul_rates import is_l2_limited, l2_bytes_per_s, reached_flops_per_s
 from counterpoint.sim.nodes import leaves_node
@@ -30,7 +31,7 @@ from counterpoint.sim.reach import (
 )
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, share_filled, stages, tile_of, tile_stages
-from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, work_key
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
@@ -72,7 +73,8 @@ class CostModel:
             latency_per_load=calibration.tile_latency_per_load.value,
         )
         self._blocks = BlockKernels(machine.gpu.num_sms, calibration.block_sum_us.value, self.hbm_bytes_per_s)
-        self._own_loads_scale = _own_loads_scale(calibration.device_name, machine)
+        self._works: dict[tuple[object, ...], SmWork] = {}
+        self._own_loads_scale = own_loads_scale(calibration.device_name, machine)
 
     def lone_us(self, operation: Operation) -> float:
         """Return the time of the operation alone, as the step describes it, without any control."""
@@ -95,6 +97,16 @@ class CostModel:
 
     def kernel_work(self, kernel: Kernel) -> SmWork:
         """Return the work of one CTA of a kernel, at the kernel's own residency."""
+        return self._once(work_key(kernel), lambda: self._kernel_work(kernel))
+
+    def _once(self, key: tuple[object, ...], work: Callable[[], SmWork]) -> SmWork:
+        """Return the work with this key, computed at its first use, since steps repeat."""
+        found = self._works.get(key)
+        if found is None:
+            found = self._works[key] = work()
+        return found
+
+    def _kernel_work(self, kernel: Kernel) -> SmWork:
         constants = self._calibration.characters[kernel.character]
         per_sm, issue = self._ctas_per_sm(kernel), self._issue_per_cta(kernel)
         effective = self._effective_ctas(kernel)
@@ -305,6 +317,9 @@ class CostModel:
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""
+        return self._once((planned, *work_key(collective)), lambda: self._collective_work(collective, planned))
+
+    def _collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         usual = self.footprint(collective)
         constants = self._constants_of(collective)
         link_limit, by_cta = self._link_limit(collective, constants), constants.bytes_per_s_per_cta
@@ -481,19 +496,3 @@ class CostModel:
         }
         latency_us = MEMSET_US if copy.direction == "set" else self._calibration.copy_latency_us.value
         return latency_us + US_PER_S * copy.num_bytes / rates[copy.direction]
-
-
-_machine_for_device = cache(machine_for_device)
-
-
-def _own_loads_scale(device_name: str, machine: Machine) -> float:
-    """Return by how much larger a share of the memory's bandwidth a kernel that waits for its own loads reaches on this
-    machine than on the calibrated GPU. Its rate follows the SMs and their clock: softmax takes as long on an H100 as on an
-    H200, whose memory is 1.43 times as fast.
-    """
-    calibrated = _machine_for_device(device_name)
-    if calibrated is None or device_name in machine.device_names:
-        return 1.0
-    ours, theirs = machine.gpu, calibrated.gpu
-    sms = ours.num_sms * ours.clock_mhz / (theirs.num_sms * theirs.clock_mhz)
-    return sms * theirs.hbm_bytes_per_s / ours.hbm_bytes_per_s

@@ -13,7 +13,7 @@ from counterpoint.machine import Machine
 from counterpoint.sim.dispatch import DispatchQueue
 from counterpoint.sim.rates import RateModel
 from counterpoint.sim.sm import SmArray, length_shift
-from counterpoint.sim.task import DONE, Cohort, CopyQueue, CopyTask, SmTask
+from counterpoint.sim.task import DONE, Cohort, CopyQueue, CopyTask, SmTask, Task
 from counterpoint.step import Footprint
 from counterpoint.value import Value
 
@@ -42,17 +42,19 @@ class Engine:
         self,
         machine: Machine,
         rates: RateModel,
-        tasks: Sequence[SmTask | CopyTask],
+        tasks: Sequence[Task],
         launches: Sequence[Launch],
         fits_beside: frozenset[tuple[Footprint, Footprint]],
     ) -> None:
         self._rates = rates
         self._tasks = tasks
+        for task in tasks:
+            task.kind = rates.kind(task.work)
         self._launches = launches
         self._sms = SmArray(machine.gpu, fits_beside)
         self._queue = DispatchQueue()
         self._copies = CopyQueue(machine.gpu.num_copy_engines)
-        self._running: dict[int, SmTask | CopyTask] = {}
+        self._running: dict[int, Task] = {}
         self._timers: list[tuple[int, int]] = []
         uneven = [task.num_unplaced for task in tasks if isinstance(task, SmTask) and task.work.cta_time_spread]
         self._has_spread = bool(uneven)
@@ -254,7 +256,7 @@ class Engine:
         return number
 
 
-def _time_left(task: SmTask | CopyTask) -> float | None:
+def _time_left(task: Task) -> float | None:
     """Return the picoseconds until a copy or shared work ends at the current rate; None if single CTAs decide."""
     if isinstance(task, CopyTask):
         return task.remaining / task.rate

@@ -15,13 +15,20 @@ It fits streaming kernels at reduced residency, and how all-reduce time falls wi
 import math
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from counterpoint.sim.sm import SmGroup
-from counterpoint.sim.task import CopyTask, SmTask
+from counterpoint.sim.task import CopyTask, SmTask, SmWork, Task, Work
 from counterpoint.value import Value
 
 EXPONENT = 4
 SM_EXPONENT = 6  # of an SM: its pipes take instructions in turn, and saturate more sharply than memory and links
 LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
+MOST_GROUPS_OF_KNOWN = 8  # a state of more groups, which CTAs of different lengths cause, hardly comes again
+# What runs where: the kind of each task, and for each group its SMs and their cohorts, as a task's place and its CTAs
+State = tuple[tuple[int, ...], tuple[tuple[int, tuple[tuple[int, int], ...]], ...]]
+# How fast each task's CTAs are relative to the reference state, their number weighted by shares, and each cohort's share
+Relative = tuple[list[float], list[float], list[float]]
 
 
 class RateModel:
@@ -36,12 +43,53 @@ class RateModel:
         self._latency = latency
         self._l2 = l2
         self._is_traced = is_traced
+        self._kinds: dict[Work, int] = {}
+        self._known: dict[State, Relative] = {}
 
-    def update(self, groups: Sequence[SmGroup], running: Iterable[SmTask | CopyTask]) -> None:
-        """Recompute all rates, in work per picosecond, for the CTAs and copies that run now."""
+    def kind(self, work: Work) -> int:
+        """Return a number that works have in common if they use resources alike, however long they take."""
+        alike = msgspec.structs.replace(work, **{"cta_ps" if isinstance(work, SmWork) else "lone_ps": 1.0})
+        return self._kinds.setdefault(alike, len(self._kinds))
+
+    def update(self, groups: Sequence[SmGroup], running: Iterable[Task]) -> None:
+        """Recompute all rates, in work per picosecond, for the CTAs and copies that run now.
+
+        Steps repeat. Relative to the reference state, rates depend only on which kinds of work are where.
+        """
         tasks = list(running)
-        numbers = {task: position for position, task in enumerate(tasks)}
-        shares, effective = _share_sms(groups, numbers)
+        places = {task: place for place, task in enumerate(tasks)}
+        factors, effective, shares = self._known_relative(groups, tasks, places)
+        cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
+        for task, factor, num_ctas in zip(tasks, factors, effective, strict=True):
+            if isinstance(task, CopyTask):
+                task.rate = factor / task.work.lone_ps
+                cta_rates.append(0.0)
+            else:
+                cta_rates.append(factor / task.work.cta_ps)
+                task.rate = cta_rates[-1] * num_ctas if task.work.is_work_sharing else 0.0
+        place = 0
+        for group in groups:
+            for cohort in group.cohorts:
+                work_sharing = cohort.task.work.is_work_sharing
+                cohort.rate = 0.0 if work_sharing else shares[place] * cta_rates[places[cohort.task]]
+                place += 1
+
+    def _known_relative(self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int]) -> Relative:
+        """Return what `_relative` does, and compute it once for each state."""
+        if len(groups) > MOST_GROUPS_OF_KNOWN:
+            return self._relative(groups, tasks, places)
+        residents = [
+            (sum(group.sms), tuple([(places[each.task], each.count) for each in group.cohorts])) for group in groups
+        ]
+        state = tuple([task.kind for task in tasks]), tuple(residents)
+        found = self._known.get(state)
+        if found is None:
+            found = self._known[state] = self._relative(groups, tasks, places)
+        return found
+
+    def _relative(self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int]) -> Relative:
+        """Return how fast tasks and cohorts are; cohorts are in the order of the groups."""
+        shares, effective = _share_sms(groups, places)
         in_flight = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
         demands = self._hbm_demands(tasks, in_flight)
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
@@ -49,29 +97,26 @@ class RateModel:
         link = self._link_rates(tasks, loads)
         moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
-            shares, effective = _share_sms(groups, numbers, self._l2.latency_per_load * moved)
+            shares, effective = _share_sms(groups, places, self._l2.latency_per_load * moved)
         by_l2 = self._l2.slowdown(_mean_asked(groups, self._l2.bytes_per_s), moved * self._hbm)
-        cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
+        factors: list[float] = []
         for position, task in enumerate(tasks):
             if isinstance(task, CopyTask):
                 share = min(1.0, available[position] / demands[position]) if demands[position] else 1.0
-                task.rate = min(share, link[position]) / task.work.lone_ps
-                cta_rates.append(0.0)
+                factors.append(min(share, link[position]))
             else:
                 reached = smooth_minimum(demands[position], available[position])
                 memory = reached / in_flight[position] / task.work.hbm_reference if reached else 1.0
                 if task.work.l2_reference:
                     memory *= task.work.l2_reference / by_l2
-                cta_rates.append(memory * link[position] / task.work.cta_ps)
-                task.rate = cta_rates[position] * effective[position] if task.work.is_work_sharing else 0.0
-        for cohort, share in zip((cohort for group in groups for cohort in group.cohorts), shares, strict=True):
-            cohort.rate = 0.0 if cohort.task.work.is_work_sharing else share * cta_rates[numbers[cohort.task]]
+                factors.append(memory * link[position])
+        return factors, effective, shares
 
-    def _takes_from_l2(self, task: SmTask | CopyTask) -> bool:
+    def _takes_from_l2(self, task: Task) -> bool:
         """Return whether L2 delivers less to matmuls because of what the task moves."""
         return isinstance(task, CopyTask) or (task.work.link_limit > 0 and not self._is_traced)
 
-    def _link_rates(self, tasks: list[SmTask | CopyTask], loads: list[float]) -> list[float]:
+    def _link_rates(self, tasks: list[Task], loads: list[float]) -> list[float]:
         """Return the factor on each task's progress from the link: 1 for tasks that do not use it."""
         if not any(task.work.link_limit for task in tasks):
             return [1.0] * len(tasks)
@@ -100,7 +145,7 @@ class RateModel:
                 factors.append(smooth_minimum(demand, limit) / task.num_resident / task.work.link_reference)
         return factors
 
-    def _hbm_demands(self, tasks: list[SmTask | CopyTask], in_flight: list[float]) -> list[float]:
+    def _hbm_demands(self, tasks: list[Task], in_flight: list[float]) -> list[float]:
         """Return each task's demand on the memory; kernels that wait for it demand less as its load slows their loads."""
         waiting = [place for place, task in enumerate(tasks) if isinstance(task, SmTask) and task.work.waits_for_memory]
         if not waiting:
@@ -182,14 +227,14 @@ def _mean_asked(groups: Sequence[SmGroup], l2_bytes_per_s: float) -> float:
 
 
 def _share_sms(
-    groups: Sequence[SmGroup], numbers: dict[SmTask | CopyTask, int], tile_latency: float = 0.0
+    groups: Sequence[SmGroup], places: dict[Task, int], tile_latency: float = 0.0
 ) -> tuple[list[float], list[float]]:
     """Return each cohort's share of its SM, in order (1 = reference state), and each task's CTAs weighted by the share.
 
     `tile_latency`: by how much longer the tiles of matmuls are on their way, as a share of their idle latency.
     """
     shares: list[float] = []
-    effective = [0.0] * len(numbers)
+    effective = [0.0] * len(places)
     for group in groups:
         asked = 0.0
         for cohort in group.cohorts:
@@ -202,7 +247,7 @@ def _share_sms(
                 share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
                 share /= _latency_of(task, tile_latency)
             shares.append(share)
-            effective[numbers[task]] += share * cohort.count * num_sms
+            effective[places[task]] += share * cohort.count * num_sms
     return shares, effective
 
 
@@ -211,7 +256,7 @@ def _latency_of(task: SmTask, tile_latency: float) -> float:
     return task.work.clock_latency * (1 + tile_latency) if task.work.has_tiles else task.work.clock_latency
 
 
-def _hbm_demand(task: SmTask | CopyTask, effective_ctas: float) -> float:
+def _hbm_demand(task: Task, effective_ctas: float) -> float:
     if isinstance(task, CopyTask):
         return task.work.hbm_demand
     return task.work.hbm_per_cta * effective_ctas

@@ -64,13 +64,16 @@ class CopyWork(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, lone_ps=max(1.0, self.lone_ps - elapsed_ps))
 
 
+Work = SmWork | CopyWork
+
+
 @dataclass(slots=True, eq=False)
 class SmTask:
     """A kernel or collective between becoming ready and its last CTA's end.
 
     `shared_work` is the work left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` its work per
     picosecond; both are 0 for any other kernel, whose cohorts have their own rates. `tiles_left` is the number of tiles that
-    no CTA has taken yet.
+    no CTA has taken yet. `kind` is the number of works that use resources alike (`RateModel.kind`).
     """
 
     index: int
@@ -86,6 +89,7 @@ class SmTask:
     arrival: int = 0
     has_started: bool = False
     rate: float = 0.0
+    kind: int = 0
 
     def take_tiles(self, number: int) -> None:
         """Let CTAs begin up to `number` tiles."""
@@ -100,6 +104,10 @@ class CopyTask:
     work: CopyWork
     remaining: float = 1.0
     rate: float = 0.0
+    kind: int = 0
+
+
+Task = SmTask | CopyTask
 
 
 @dataclass(slots=True, eq=False)

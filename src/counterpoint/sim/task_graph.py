@@ -19,11 +19,10 @@ from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import Effect, Overlap
 from counterpoint.sim.engine import Launch
-from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork
+from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork, Task
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US, us_to_ps
 
-Task = SmTask | CopyTask
 PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
 START = -1  # instead of an operation: an operation without dependencies waits for the start of the step
 
