@@ -7,6 +7,7 @@ import pytest
 
 from counterpoint import Simulator
 from counterpoint.controls import CommunicationCtas, Control, LightKernel, OverlapMatmul, Priority, ResidencyCap, Transport
+from counterpoint.footprints import communication_footprint
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
 from counterpoint.sim.calibration import (
     Calibration,
@@ -94,6 +95,9 @@ def cases() -> list[tuple[Step, Plan]]:
         for num_bytes in (1 << 16, 256 << 20):
             for ranks in (2, 4):
                 found.append((step(collective(kind, num_bytes, ranks=ranks)), LEAVE_IT))
+        with_little_l1 = msgspec.structs.replace(communication_footprint(H200.gpu, "nccl"), carveout_percent=100)
+        slow = step(msgspec.structs.replace(collective(kind, 64 << 20), footprint=with_little_l1))
+        found.extend((slow, each) for each in (LEAVE_IT, plan("communication", CommunicationCtas(max_ctas=8))))
         among = step(*[priced("streaming", LIGHT)] * 2, collective(kind, 64 << 20))
         found.append((among, plan("communication", Priority(priority=-5))))
     found.append((step(priced("other", LIGHT), collective("all_reduce", 1 << 20, after=0)), LEAVE_IT))

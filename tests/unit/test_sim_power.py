@@ -7,10 +7,11 @@ from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner.ideal import scale_of
-from counterpoint.sim import Simulator
+from counterpoint.sim import Simulator, power
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.calibration_power import fit_power
+from counterpoint.sim.step_run import Spans, StepRun
 from counterpoint.step import Collective, Footprint, Kernel, Step
 from helpers.toy_steps import H200
 
@@ -131,6 +132,30 @@ def test_plans_that_take_turns_share_a_clock_between_those_of_each() -> None:
     own = simulator.clock_of_turns(hot, H200, [LEAVE_IT])
     assert own == pytest.approx(1 / 1.183, abs=0.01)
     assert simulator.clock_of_turns(hot, H200, [LEAVE_IT, LEAVE_IT]) == pytest.approx(own)
+
+
+def test_a_clock_is_found_with_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Collective(name="g", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=2, lone_us=1000.0)
+    simulated: list[float] = []
+
+    def noted(run: StepRun, clock_share: float) -> Spans:
+        simulated.append(clock_share)
+        return original(run, clock_share)
+
+    original = StepRun._simulated
+    for layers in ((matmul(), gather), (matmul(), gather, matmul())):
+        beside = step(*layers * 4)
+        with monkeypatch.context() as patched:
+            patched.setattr(StepRun, "_simulated", noted)
+            simulated.clear()
+            found_us = end_us(beside)
+            assert len(simulated) <= 3
+        with monkeypatch.context() as patched:
+            patched.setattr(power, "SAME_CLOCK", 1e-6)
+            patched.setattr(power, "CLOSE_CLOCK", 1e-6)
+            patched.setattr(power, "MOST_ROUNDS", 30)
+            assert found_us == pytest.approx(end_us(beside), rel=0.002)
+        assert found_us > end_us(beside, Simulator(clock_share=1.0))
 
 
 def test_an_h100_takes_its_own_time_under_load() -> None:

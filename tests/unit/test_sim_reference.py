@@ -66,7 +66,7 @@ def test_a_head_start_gains_where_it_was_measured_to_gain(index: int) -> None:
         assert abs(simulated) < SPREAD_BETWEEN_RUNS * default.simulated_us
     else:
         # Matrix multiplications gain less than is predicted: the card's power limit takes the rest (docs/simulator.md).
-        assert 0.8 * measured < simulated < 1.8 * measured
+        assert 0.8 * measured < simulated < 2 * measured
 
 
 @pytest.mark.parametrize("path", shipped_traces(), ids=lambda path: path.name)

@@ -111,7 +111,9 @@ def test_a_cap_makes_room_only_with_the_carveout_to_match(carveout_percent: int,
     )
     # The capped CTA takes 116,864 bytes with its reserve; of the 135,168 that the driver would set, 18,304 are left.
     found = spans(simulate(H200, computation, all_reduce(50.0, issued_us=10.0), plan=plan))
-    assert found[1] == (collective_start, collective_start + 50)
+    # Beside the largest carveout it takes 1.06 times as long (measured, below).
+    lasts = 50 * (1.06 if carveout_percent == 100 else 1)
+    assert found[1] == (collective_start, pytest.approx(collective_start + lasts, abs=2.5))
     assert found[0][1] == pytest.approx(800, abs=101)
 
 
@@ -127,7 +129,7 @@ def test_a_cap_beside_which_the_collective_fits_costs_the_kernel_nothing() -> No
     )
     with_carveout = spans(simulate(H200, raised, all_reduce(50.0, issued_us=10.0), plan=plan_of({1: GREATEST})))
     without = spans(simulate(H200, computation, all_reduce(50.0, issued_us=10.0), plan=plan_of({1: GREATEST})))
-    assert with_carveout == [(0, pytest.approx(400, abs=0.01)), (10, 60)]
+    assert with_carveout == [(0, pytest.approx(400, abs=0.01)), (10, pytest.approx(63, abs=2.5))]
     # On 24 SMs the second CTA starts 50 us late, and so does each after it.
     assert without == [(0, 450), (100, 150)]
 

@@ -94,8 +94,9 @@ def _describe_kernel(handle: Handle, waits_for: tuple[int, ...]) -> GraphNode:
     function = function_of(params)
     clusters = _get_attribute(handle, "CLUSTER_DIMENSION")
     cluster = clusters.clusterDim
-    # the driver reports 0 for a node whose carveout was never set
-    carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout) or -1
+    # the driver reports 0 for a node whose carveout was never set; then the function's own applies
+    carveout = int(_get_attribute(handle, "PREFERRED_SHARED_MEMORY_CARVEOUT").sharedMemCarveout)
+    carveout = carveout or function_attribute(function, "PREFERRED_SHARED_MEMORY_CARVEOUT")
     footprint = Footprint(
         num_ctas=params.gridDimX * params.gridDimY * params.gridDimZ,
         threads_per_cta=params.blockDimX * params.blockDimY * params.blockDimZ,

@@ -17,7 +17,7 @@ from counterpoint.errors import MachineError, shown, shown_path
 from counterpoint.machine import ElementType, Machine
 from counterpoint.measurement.points import Point
 from counterpoint.mismatch import describe_mismatch
-from counterpoint.step import Character, CollectiveKind
+from counterpoint.step import Character, CollectiveKind, Footprint
 from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
 
@@ -27,7 +27,7 @@ ABSURD_FIGURE = 1e18  # no constant comes near
 MOST_BYTES_OF_FEW = 8 * MIB  # to a peer: NCCL's send-and-receive kernels are slower up to 8 MiB a CTA, not from 16 MiB on
 LARGE_BYTES = 64 * MIB  # from this size on, a collective's latency is constant
 # constants by kind
-TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "power")
+TABLES = ("matmul_peak_fractions", "characters", "collectives", "light_collectives", "least_l1", "power")
 # What large matmuls and attentions of H200s reach in steps, as a share of their rates in a burst: 0.72 and 0.81 of the peak.
 # It stands for the power limit of a GPU whose power was never measured. Matmuls in fp32 are not slowed down by the limit.
 IN_STEPS = 0.888
@@ -209,8 +209,10 @@ class Calibration(Value, frozen=True, kw_only=True):
 
     `matmul_peak_fraction` is what large matmuls reach at the clock of a short burst if `power` is known, else in steps;
     `matmul_peak_fractions` are those of types that reach another share of their peak. `light_collectives` are collectives
-    by light kernels; a missing kind was never measured. `power` describes one GPU: its limit, its idle power, and watts
-    above that for each kind of operation, at the clock of a short burst; empty if it was never measured.
+    by light kernels; a missing kind was never measured. `least_l1` says by how much longer a collective's CTA takes, as a
+    share, where the largest carveout leaves the least L1, and `least_l1_of_few` how much of that holds for fewer CTAs than
+    usual. `power` describes one GPU: its limit, its idle power, and watts above that for each kind of operation, at the
+    clock of a short burst; empty if it was never measured.
     """
 
     device_name: str
@@ -240,9 +242,11 @@ class Calibration(Value, frozen=True, kw_only=True):
     reduction_exposed_us: Constant
     host_link_bytes_per_s: Constant
     characters: dict[Character, CharacterConstants]
+    least_l1_of_few: Constant
     collectives: dict[CollectiveKind, CollectiveConstants]
     matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
     light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)
+    least_l1: dict[CollectiveKind, Constant] = msgspec.field(default_factory=dict)
     power: dict[PowerFigure, Constant] = msgspec.field(default_factory=dict)
     rules: dict[str, MeasuredRule] = msgspec.field(default_factory=dict)
     conditions: dict[str, str] = msgspec.field(default_factory=dict)
@@ -251,6 +255,14 @@ class Calibration(Value, frozen=True, kw_only=True):
     def matmul_fraction(self, element_type: ElementType) -> float:
         """Return the share of the type's peak rate that large matmuls reach."""
         return self.matmul_peak_fractions.get(element_type, self.matmul_peak_fraction).value
+
+    def least_l1_of(self, kind: CollectiveKind, planned: Footprint, usual: Footprint) -> float:
+        """Return by how much longer a collective's CTA takes, as a share, if the largest carveout leaves it the least L1.
+        With fewer threads than usual, loads fill less of it.
+        """
+        if planned.threads_per_cta < usual.threads_per_cta:
+            return 0.0
+        return self.least_l1[kind].value * (self.least_l1_of_few.value if planned.num_ctas < usual.num_ctas else 1.0)
 
 
 def load_calibration(machine: Machine | None = None) -> Calibration:

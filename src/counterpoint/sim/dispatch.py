@@ -33,6 +33,7 @@ class DispatchQueue:
         while self._tasks:
             sms.place(self._tasks[0])
             if self._tasks[0].num_unplaced:
+                self._tasks[0].found_no_room = not self._tasks[0].num_resident
                 return
             self._tasks.pop(0)
 

@@ -193,6 +193,8 @@ class Engine:
         for task in self._sms.retire():
             if task.num_resident == 0 and task.num_unplaced == 0:
                 self._finish(task.index)
+        if all(isinstance(task, CopyTask) for task in self._running.values()):
+            self._sms.rest()
 
     def _finish(self, index: int) -> None:
         self._ends[index] = self._now

@@ -17,7 +17,7 @@ that the limit allows operations one after the other.
 The clock is unchanged if a calibration has no figures of power, or if lone times come from a job that ran continuously.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,7 +27,8 @@ from counterpoint.sim.matmul_rates import share_of_instructions
 from counterpoint.sim.tiles import tile_of
 from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
-SAME_CLOCK = 0.004  # a smaller difference has no measurable effect
+SAME_CLOCK = 0.002  # a smaller difference has no measurable effect
+CLOSE_CLOCK = 0.006  # after a smaller change, the next one is smaller than `SAME_CLOCK`: each is at most a third as large
 MOST_ROUNDS = 6
 # Reads from L2 limit the matmul of a smaller tile than 128x128: by the reuse of its elements, or, where the tile is not
 # known, by the registers that its results take.
@@ -63,7 +64,22 @@ class PowerModel:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
         return Drawn(operation, self._figures[_figure_of(operation, is_copied=is_copied)].value * lone_us)
 
-    def next_clock(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
+    def allowed(self, drawn: Sequence[Drawn], time_us: Callable[[float], float], first: float = 1.0) -> float:
+        """Return the share of a burst's clock at which the mean power of operations is at the limit.
+
+        `time_us` returns how long they take together at a share of the clock, `first` is where the search begins. What it
+        finds is a clock that `time_us` was called with, or one that is close to it.
+        """
+        found = first
+        for _ in range(MOST_ROUNDS):
+            before, found = found, self._nearer(drawn, time_us(found), found)
+            if abs(found - before) < SAME_CLOCK:
+                return before
+            if abs(found - before) < CLOSE_CLOCK:
+                return found
+        return found
+
+    def _nearer(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
         """Return a clock, as a share of a burst's, that is nearer to the limit than the one that gave this makespan."""
         exponent = self._figures["exponent"].value
         left = self._figures["limit_w"].value - self._figures["idle_w"].value

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from counterpoint.machine import Gpu
 from counterpoint.sim.sm import SmGroup
 from counterpoint.sim.task import CopyTask, SmTask, SmWork, Task, Work
 from counterpoint.value import Value
@@ -25,8 +26,8 @@ EXPONENT = 4
 SM_EXPONENT = 6  # of an SM: its pipes take instructions in turn, and saturate more sharply than memory and links
 LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
 MOST_GROUPS_OF_KNOWN = 8  # a state of more groups, which CTAs of different lengths cause, hardly comes again
-# What runs where: the kind of each task, and for each group its SMs and their cohorts, as a task's place and its CTAs
-State = tuple[tuple[int, ...], tuple[tuple[int, tuple[tuple[int, int], ...]], ...]]
+# What runs where: the kind of each task, and for each group its SMs, carveout and cohorts, as a task's place and its CTAs
+State = tuple[tuple[int, ...], tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]]
 # How fast each task's CTAs are relative to the reference state, their number weighted by shares, and each cohort's share
 Relative = tuple[list[float], list[float], list[float]]
 
@@ -34,11 +35,16 @@ Relative = tuple[list[float], list[float], list[float]]
 class RateModel:
     """Sets the rates of cohorts, shared work and copies from the CTAs that are resident on each SM.
 
-    `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how its latency grows with its load, and `l2` what
-    L2 delivers. `is_traced`: kernels were timed in a job, so what its collectives took from L2 is in their times.
+    `gpu` says how SMs divide L1 and shared memory, `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how
+    its latency grows with its load, and `l2` what L2 delivers. `is_traced`: kernels were timed in a job, so what its
+    collectives took from L2 is in their times.
     """
 
-    def __init__(self, hbm_bytes_per_s: float, latency: "MemoryLatency", l2: "L2Delivery", *, is_traced: bool) -> None:
+    def __init__(
+        self, gpu: Gpu, hbm_bytes_per_s: float, latency: "MemoryLatency", l2: "L2Delivery", *, is_traced: bool
+    ) -> None:
+        steps = gpu.carveout_steps_bytes
+        self._least_l1_carveout = steps[-1] if len(steps) > 1 else math.inf
         self._hbm = hbm_bytes_per_s
         self._latency = latency
         self._l2 = l2
@@ -79,7 +85,8 @@ class RateModel:
         if len(groups) > MOST_GROUPS_OF_KNOWN:
             return self._relative(groups, tasks, places)
         residents = [
-            (sum(group.sms), tuple([(places[each.task], each.count) for each in group.cohorts])) for group in groups
+            (sum(group.sms), group.carveout_bytes, tuple([(places[each.task], each.count) for each in group.cohorts]))
+            for group in groups
         ]
         state = tuple([task.kind for task in tasks]), tuple(residents)
         found = self._known.get(state)
@@ -94,7 +101,7 @@ class RateModel:
         demands = self._hbm_demands(tasks, in_flight)
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
-        link = self._link_rates(tasks, loads)
+        link, fed = self._link_rates(groups, tasks, places, loads)
         moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
             shares, effective = _share_sms(groups, places, self._l2.latency_per_load * moved)
@@ -110,26 +117,37 @@ class RateModel:
                 if task.work.l2_reference:
                     memory *= task.work.l2_reference / by_l2
                 factors.append(memory * link[position])
-        return factors, effective, shares
+        return factors, effective, [share * kept for share, kept in zip(shares, fed, strict=True)]
 
     def _takes_from_l2(self, task: Task) -> bool:
         """Return whether L2 delivers less to matmuls because of what the task moves."""
         return isinstance(task, CopyTask) or (task.work.link_limit > 0 and not self._is_traced)
 
-    def _link_rates(self, tasks: list[Task], loads: list[float]) -> list[float]:
-        """Return the factor on each task's progress from the link: 1 for tasks that do not use it."""
+    def _link_rates(
+        self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int], loads: list[float]
+    ) -> tuple[list[float], list[float]]:
+        """Return the factor on each task's progress from the link, 1 for tasks that do not use it; and for each cohort, in
+        order, the share of this that it keeps on SMs with little L1.
+        """
+        num_cohorts = sum(len(group.cohorts) for group in groups)
         if not any(task.work.link_limit for task in tasks):
-            return [1.0] * len(tasks)
+            return [1.0] * len(tasks), [1.0] * num_cohorts
         by_l2 = sum(load for task, load in zip(tasks, loads, strict=True) if isinstance(task, SmTask) and task.work.loads_l2)
         grown = self._latency.growth(sum(loads) - by_l2)
+        kept: list[float] = []
+        num_ctas = [0.0] * len(tasks)  # weighted by what they keep
+        for group in groups:
+            for cohort in group.cohorts:
+                kept.append(self._kept(group, cohort.task.work, grown))
+                num_ctas[places[cohort.task]] += kept[-1] * cohort.count * group.num_sms()
         able = []
-        for task, load in zip(tasks, loads, strict=True):
+        for position, (task, load) in enumerate(zip(tasks, loads, strict=True)):
             if isinstance(task, CopyTask):
                 able.append(task.work.link_demand)
             elif task.work.link_per_cta:
                 weight = task.work.latency_weight
                 faster = (1 + weight * self._latency.growth(load)) / (1 + weight * grown + self._latency.per_load * by_l2)
-                able.append(task.num_resident * task.work.link_per_cta * faster)
+                able.append(num_ctas[position] * task.work.link_per_cta * faster)
             else:
                 able.append(0.0)
         shares = [demand / task.work.link_limit if demand else 0.0 for demand, task in zip(able, tasks, strict=True)]
@@ -142,8 +160,17 @@ class RateModel:
             if isinstance(task, CopyTask):
                 factors.append(min(demand, limit) / demand)
             else:
-                factors.append(smooth_minimum(demand, limit) / task.num_resident / task.work.link_reference)
-        return factors
+                factors.append(smooth_minimum(demand, limit) / num_ctas[position] / task.work.link_reference)
+        return factors, kept
+
+    def _kept(self, group: SmGroup, work: SmWork, grown: float) -> float:
+        """Return the share of its speed that a collective's CTA keeps on these SMs: less where the largest carveout leaves
+        the least L1, which holds what its loads bring. `grown`: by how much the memory's latency has grown.
+        """
+        if not work.least_l1 or group.carveout_bytes < self._least_l1_carveout:
+            return 1.0
+        waited = 1 + work.latency_weight * grown
+        return waited / (waited + work.least_l1 * (1 + grown))
 
     def _hbm_demands(self, tasks: list[Task], in_flight: list[float]) -> list[float]:
         """Return each task's demand on the memory; kernels that wait for it demand less as its load slows their loads."""

@@ -92,6 +92,27 @@ def _split(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[P
     return wanted * cluster, _parts(offers, quotas)
 
 
+@lru_cache(maxsize=4096)
+def _split_densely(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[Part, ...]]:
+    """As `_split`, for a kernel that waited: its CTAs fill each SM that becomes free before they go to the next."""
+    left = num_clusters
+    parts: list[Part] = []
+    for position, (room, sms) in sorted(enumerate(offers), key=lambda offer: -offer[1][0]):
+        full, untouched = [0] * len(sms), list(sms)
+        for gpc, number in enumerate(sms):
+            taken = min(left, room * number // cluster)
+            left -= taken
+            full[gpc], extra = divmod(taken * cluster, room)
+            untouched[gpc] -= full[gpc]
+            if extra:
+                parts.append((position, extra, tuple(int(each == gpc) for each in range(len(sms)))))
+                untouched[gpc] -= 1
+        for amount, affected in ((room, full), (0, untouched)):
+            if any(affected):
+                parts.append((position, amount, tuple(affected)))
+    return (num_clusters - left) * cluster, tuple(parts)
+
+
 def _clusters_per_gpc(offers: Rooms, most: list[int], wanted: int, cluster: int) -> list[int]:
     """Return how many of the `wanted` clusters each GPC gets: CTAs go to the SMs with the most room of all GPCs.
 
@@ -143,15 +164,20 @@ class SmArray:
         counts: dict[Footprint, int] = {}
         for cohort in group.cohorts:
             counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
-        if 0 < group.carveout_bytes < task.carveout_bytes and task.footprint.shared_bytes:
+        if group.cohorts and group.carveout_bytes < task.carveout_bytes and task.footprint.shared_bytes:
             return 0
-        carveout_bytes = group.carveout_bytes or task.carveout_bytes
+        carveout_bytes = self._carveout_bytes(group, task)
         key = (tuple(counts.items()), carveout_bytes, task.footprint)
         if key not in self._rooms:
             room = room_for(self._gpu, key[0], carveout_bytes, task.footprint)
             is_seen = [(resident, task.footprint) in self._fits_beside for resident in counts] == [True]
             self._rooms[key] = max(room, int(is_seen and sum(counts.values()) == 1))
         return self._rooms[key]
+
+    @staticmethod
+    def _carveout_bytes(group: SmGroup, task: SmTask) -> int:
+        """Return the carveout of the SMs of a group that take CTAs of the task."""
+        return group.carveout_bytes if group.cohorts else max(group.carveout_bytes, task.carveout_bytes)
 
     def place(self, task: SmTask) -> None:
         """Place as many of the task's CTAs as fit, whole clusters at a time.
@@ -166,7 +192,12 @@ class SmArray:
         cluster = max(1, min(number, task.footprint.ctas_per_cluster))
         if task.work.num_tiles:
             number = min(number, cluster * math.ceil(task.tiles_left / cluster))
-        placed, parts = _split(tuple((room, tuple(group.sms)) for group, room in offers), number // cluster, cluster)
+        rooms_of_gpcs = tuple((room, tuple(group.sms)) for group, room in offers)
+        placed, parts = _split(rooms_of_gpcs, number // cluster, cluster)
+        if task.found_no_room and not task.work.cta_time_spread:
+            densely, dense_parts = _split_densely(rooms_of_gpcs, number // cluster, cluster)
+            if densely == placed:
+                parts = dense_parts
         if placed == 0:
             return
         full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
@@ -192,7 +223,7 @@ class SmArray:
         """Return the group with `amount` more CTAs of `task` on each SM; if CTAs differ in length, in several groups."""
         if amount == 0:
             return [group]
-        carveout_bytes = group.carveout_bytes or task.carveout_bytes
+        carveout_bytes = self._carveout_bytes(group, task)
         if not task.work.cta_time_spread:
             task.num_placed += amount * group.num_sms()
             return [SmGroup(group.sms, carveout_bytes, [*group.cohorts, Cohort(task, amount, 1.0)])]
@@ -236,9 +267,12 @@ class SmArray:
                 else:
                     kept.append(cohort)
             group.cohorts = kept
-            if not kept:
-                group.carveout_bytes = 0
         return [touched[index] for index in sorted(touched)]
+
+    def rest(self) -> None:
+        """Let SMs forget their carveouts: no kernel has any CTA left."""
+        for group in self.groups:
+            group.carveout_bytes = 0
 
     def merge(self) -> None:
         """Merge groups that have reached the same state."""

@@ -5,15 +5,16 @@ adds up: what kernels issue and load, by the most that all SMs and the memory ca
 collectives, by the link's bandwidth. Kernels that state the time of their CTAs count only by the bytes that they state.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from counterpoint.machine import Machine
+from counterpoint.metrics import critical_path_us
 from counterpoint.plan import LEAVE_IT
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.engine import Engine
-from counterpoint.sim.power import MOST_ROUNDS, SAME_CLOCK, Drawn, PowerModel, slowdown
+from counterpoint.sim.power import Drawn, PowerModel, slowdown
 from counterpoint.sim.rates import SM_EXPONENT, RateModel
 from counterpoint.sim.task_graph import TaskGraph, check_fit
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
@@ -29,6 +30,7 @@ class StepRun:
         self.step, self.calibration = step, calibration
         self._effects, self.machine = effects, machine
         self._latest: tuple[float, Spans] | None = None  # the clock and the spans of the latest simulation
+        self._alone_us: list[float] | None = None  # of each operation, at the clock of lone times
 
     def _costs(self, clock_share: float = 1.0) -> CostModel:
         return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
@@ -43,7 +45,7 @@ class StepRun:
         costs = self._costs(clock_share)
         graph = TaskGraph(self.step, self._effects, costs, self.calibration)
         is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
-        rates = RateModel(costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
+        rates = RateModel(self.machine.gpu, costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
         engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 
@@ -52,6 +54,16 @@ class StepRun:
         copies move, the copies' time; for one that a plan makes unnecessary, 0. Raises `StepError` for a launch that does
         not fit.
         """
+        if self._alone_us is None:
+            self._alone_us = self._found_alone_us()
+        if clock_share == 1:
+            return self._alone_us
+        return [
+            time_us * slowdown(operation, self.machine, self.calibration, clock_share)
+            for operation, time_us in zip(self.step.operations, self._alone_us, strict=True)
+        ]
+
+    def _found_alone_us(self) -> list[float]:
         costs = self._costs()
         found: list[float] = []
         for index, (operation, effect) in enumerate(zip(self.step.operations, self._effects, strict=True)):
@@ -62,8 +74,13 @@ class StepRun:
             else:
                 if not isinstance(operation, Copy) and effect.footprint is not None:
                     check_fit(index, operation, effect.footprint, self.machine)
-                found.append(costs.lone_us(operation) * slowdown(operation, self.machine, self.calibration, clock_share))
+                found.append(costs.lone_us(operation))
         return found
+
+    def guessed_us(self, clock_share: float) -> float:
+        """Return a guess at the step's time: half way between all operations one after the other and the critical path."""
+        lone_us = self.lone_us(clock_share)
+        return (sum(lone_us) + critical_path_us(self.step, lone_us)) / 2
 
     def without_plan(self) -> "StepRun":
         """Return the same step as it is."""
@@ -85,12 +102,13 @@ def clock_share(runs: Sequence[StepRun]) -> float:
     if not drawn:
         return 1.0
     power = PowerModel(runs[0].machine, runs[0].calibration)
-    found = _allowed(power, drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs))
+    guessed = power.allowed(drawn, lambda share: sum(run.guessed_us(share) for run in runs))
+    found = power.allowed(drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs), guessed)
     alone = runs[0].without_plan()
     in_burst = power.share_in_burst(alone.lone_us()) if alone.step.is_timed_in_bursts else 1.0
     if in_burst == 1:
         return found
-    under_load = _allowed(power, alone.drawn(), lambda share: sum(alone.lone_us(share)))
+    under_load = power.allowed(alone.drawn(), lambda share: sum(alone.lone_us(share)))
     return min(1.0, found / (in_burst + (1 - in_burst) * under_load))
 
 
@@ -116,18 +134,6 @@ def _busy_us(operation: Operation, costs: CostModel) -> Iterator[tuple[str, floa
         of_sm = work.issue_per_cta / (1 + work.issue_reference**SM_EXPONENT) ** (1 / SM_EXPONENT)
         yield "SMs", total_us * of_sm / (work.l2_reference or 1.0) / costs.machine.gpu.num_sms
         yield "memory", total_us * work.hbm_per_cta / costs.hbm_bytes_per_s
-
-
-def _allowed(power: PowerModel, drawn: Sequence[Drawn], time_us: Callable[[float], float]) -> float:
-    """Return the share of a burst's clock at which the mean power of operations is at the limit; they take `time_us` at a
-    clock."""
-    found = 1.0
-    for _ in range(MOST_ROUNDS):
-        before = found
-        found = power.next_clock(drawn, time_us(before), before)
-        if abs(found - before) < SAME_CLOCK:
-            break
-    return found
 
 
 def _makespan_us(spans: Spans) -> float:

@@ -29,7 +29,8 @@ class SmWork(Value, frozen=True, kw_only=True):
     for tiles of a matmul, so they keep less in flight as the memory's latency grows. `clock_latency`: how much longer these
     are on their way at the step's clock than at that of the lone time. `l2_reference`: for matmuls that L2
     limits, how much longer they take in the reference state because their CTAs crowd L2; 0 for other work.
-    `latency_weight`: the share of the growth of the memory's latency that a collective's CTA sees.
+    `latency_weight`: the share of the growth of the memory's latency that a collective's CTA sees. `least_l1`: by how much
+    longer it takes beside the largest carveout, as a share of its time.
     """
 
     cta_ps: float
@@ -49,6 +50,7 @@ class SmWork(Value, frozen=True, kw_only=True):
     clock_latency: float = 1.0
     l2_reference: float = 0.0
     latency_weight: float = 1.0
+    least_l1: float = 0.0
 
 
 class CopyWork(Value, frozen=True, kw_only=True):
@@ -88,6 +90,7 @@ class SmTask:
     num_placed: int = 0
     arrival: int = 0
     has_started: bool = False
+    found_no_room: bool = False
     rate: float = 0.0
     kind: int = 0
 

@@ -24,6 +24,7 @@ from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, St
 from counterpoint.units import PS_PER_US, us_to_ps
 
 PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
+MOST_WITHOUT_REQUEST = 48 << 10  # bytes of dynamic shared memory that a CTA may have without asking the driver
 START = -1  # instead of an operation: an operation without dependencies waits for the start of the step
 
 
@@ -215,7 +216,10 @@ class TaskGraph:
             work, shared_work = self._costs.kernel_work(operation), self._costs.shared_work(operation)
         else:
             work, shared_work = self._costs.collective_work(operation, footprint), 0.0
-        return self._placed(footprint, priority, work, shared_work)
+        task = self._placed(footprint, priority, work, shared_work)
+        if isinstance(operation, Kernel) and prefers_shared(operation):
+            task.carveout_bytes = self._machine.gpu.shared_bytes_per_sm
+        return task
 
     def _placed(self, footprint: Footprint, priority: int, work: SmWork, shared_work: float = 0.0) -> SmTask:
         return SmTask(
@@ -228,6 +232,15 @@ class TaskGraph:
             shared_work=shared_work,
             tiles_left=work.num_tiles,
         )
+
+
+def prefers_shared(kernel: Kernel) -> bool:
+    """Return whether a matmul that states no carveout is launched with the largest: Triton asks for it above 48 KiB of
+    shared memory, and collectives beside cuBLAS's matmuls are as slow. The driver gives other kernels the smallest that
+    allows the most CTAs.
+    """
+    is_asked = kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST and kernel.footprint.carveout_percent == -1
+    return is_asked and kernel.character == "matmul"
 
 
 def check_fit(index: int, operation: Kernel | Collective, footprint: Footprint, machine: Machine) -> None:
@@ -257,7 +270,7 @@ def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
     """Return the library's collectives on SMs that wait for the same operation as a kernel, or as the fill before one.
 
     Such a kernel is placed first: a collective's launch, in clusters and with large arguments, takes longer. The first
-    operations of a described step are assumed to run already.
+    operations of a captured graph start in its order, and those of a described step are assumed to run already.
     """
     last: dict[int, int] = {}
     awaited: list[set[int]] = []
@@ -268,7 +281,7 @@ def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
     for operation, waits in zip(step.operations, awaited, strict=True):
         if isinstance(operation, Kernel) or (isinstance(operation, Copy) and operation.direction == "set"):
             of_kernels |= waits
-    if step.device_name is None:
+    if step.device_name is None or step.is_timed_in_bursts:
         of_kernels.discard(START)
     return frozenset(
         index
