@@ -2,7 +2,8 @@
 
 The step function is called a few times first, so that libraries initialize outside the capture. During the capture, a CPU
 profiler records the collectives that torch.distributed issues, because the graph does not hold their sizes. Lone times come
-from replays of a serialized copy, which runs every node alone, in an order that is the same on all ranks.
+from replays of a serialized copy, which runs every node alone, in an order that is the same on all ranks. The profiler
+names the nodes and times them; events time the kernels again, because the profiler makes some longer.
 """
 
 import statistics
@@ -23,7 +24,7 @@ from counterpoint.cuda.conditions import torch_version
 from counterpoint.cuda.driver import driver_version
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph
+from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_calls, read_graph, without_excess
 from counterpoint.cuda.issued_calls import NotedCalls
 from counterpoint.cuda.plan_cache import Conditions
 from counterpoint.cuda.rendezvous import Rendezvous
@@ -152,16 +153,20 @@ class Captured:
         """Return start and end (microseconds) and name of each operation on the GPU in one replay, in order of starts."""
         torch.cuda.synchronize()
         with _profiling(ProfilerActivity.CUDA, ProfilerActivity.CPU) as profiler:
-            self.rendezvous.meet()  # not earlier: the time that a profiler takes to start differs between ranks
-            executable.launch(torch.cuda.current_stream().cuda_stream)
-            end = torch.cuda.Event()
-            end.record(torch.cuda.current_stream())
-            self.rendezvous.wait_for(end)
+            self._replay(executable)  # not earlier: the time that a profiler takes to start differs between ranks
         return sorted(
             (float(event["ts"]), float(event["ts"]) + float(event["dur"]), str(event["name"]))
             for event in _events(profiler)
             if event.get("cat") in GPU_CATEGORIES
         )
+
+    def _replay(self, executable: AbstractExecutable) -> None:
+        """Replay on all ranks, started together, and wait for the end."""
+        self.rendezvous.meet()
+        executable.launch(torch.cuda.current_stream().cuda_stream)
+        end = torch.cuda.Event()
+        end.record(torch.cuda.current_stream())
+        self.rendezvous.wait_for(end)
 
     def _lone_times(self) -> GraphTimes:
         """Return each node's time when it runs alone (median over replays of a serialized copy), and its full name."""
@@ -181,11 +186,26 @@ class Captured:
         for place, number in enumerate(working):
             times[number] = statistics.median(end - start for start, end, _ in (replay[place] for replay in replays))
             names[number] = replays[0][place][2]
+        kernels = [number for number in working if classify_kernel(names[number]).kind == "computation"]
+        times = without_excess(times, self._by_events_us(), kernels)
         least = self.rendezvous.least_of(times)
         for number, name in enumerate(names):
             # the last rank to reach a collective waits for no rank
             times[number] = least[number] if classify_kernel(name).kind == "communication" else times[number]
         return GraphTimes(device_name=torch.cuda.get_device_name(), lone_us=tuple(times), names=tuple(names))
+
+    def _by_events_us(self) -> list[float]:
+        """Return each node's time between two events when it runs alone (median over replays), with the events' own."""
+        replays: list[list[float]] = []
+        with (
+            closing(self.graph.copy()) as serial,
+            closing(serial.serialize_with_events()) as events,
+            closing(serial.instantiate()) as executable,
+        ):
+            for _ in range(1 + LONE_REPLAYS):
+                self._replay(executable)
+                replays.append(events.times_us())
+        return [statistics.median(times) for times in zip(*replays[1:], strict=True)]
 
 
 def capture(step_fn: Callable[[], object], name: str = "captured step", *, limit_s: float = 120.0) -> Captured:

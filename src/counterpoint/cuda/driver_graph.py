@@ -73,6 +73,23 @@ class DriverExecutable(AbstractExecutable):
         check("Freeing the graph", cu.cuGraphExecDestroy(self._exec))
 
 
+class NodeEvents:
+    """Events that a graph records, the first before its first node and one behind each."""
+
+    def __init__(self, number: int) -> None:
+        self.events = [check("Creating an event", cu.cuEventCreate(0)) for _ in range(number)]
+
+    def times_us(self) -> list[float]:
+        """Return the microseconds from each event to the next in a replay that has ended."""
+        pairs = pairwise(self.events)
+        return [1000 * check("Reading the time between two events", cu.cuEventElapsedTime(*pair)) for pair in pairs]
+
+    def close(self) -> None:
+        """Free the events; executables of the graph must not run any more."""
+        for event in self.events:
+            check("Freeing an event", cu.cuEventDestroy(event))
+
+
 class DriverGraph(AbstractGraph):
     """A captured graph, or a copy of one. The owner of the capture keeps the original handle alive."""
 
@@ -238,6 +255,15 @@ class DriverGraph(AbstractGraph):
         for number, (earlier, later) in enumerate(pairwise(self._handles), start=1):
             if number - 1 not in self._waits_for[number]:
                 check("Ordering two nodes", cu.cuGraphAddDependencies(self._graph, [earlier], [later], None, 1))
+
+    def serialize_with_events(self) -> NodeEvents:
+        """Serialize the graph, and let it record the time between nodes."""
+        events = NodeEvents(len(self._handles) + 1)
+        before = check("Adding an event", cu.cuGraphAddEventRecordNode(self._graph, [], 0, events.events[0]))
+        for handle, event in zip(self._handles, events.events[1:], strict=True):
+            check("Ordering an event", cu.cuGraphAddDependencies(self._graph, [before], [handle], None, 1))
+            before = check("Adding an event", cu.cuGraphAddEventRecordNode(self._graph, [handle], 1, event))
+        return events
 
     def instantiate(self) -> DriverExecutable:
         """See `AbstractGraph.instantiate`."""
