@@ -368,14 +368,14 @@ def test_fresh_cases_are_none_of_the_set_and_are_predicted_as_stored() -> None:
     near = sum(abs(row.measured_change - row.predicted_change) < 0.03 for row in head_starts)
     assert (len(head_starts), near) == (32, 29)  # docs/log.md
     text, from_sizes = DOCUMENT.read_text(), []
-    for name in ("fresh_cases", "fresh_head_starts", "fresh_cases_again"):
+    for name in ("fresh_cases", "fresh_head_starts", "fresh_cases_again", "fresh_cases_sixth"):
         path = RESULTS / f"{name}_2x_h200.json"
         captured, described = (list(table(list(predicted(path, origin))))[-1] for origin in ORIGINS)
         mean, p90 = re.findall(r"([\d.]+)%", captured)[:2]
         assert f"{mean} % off ({p90} %)" in text, captured
         from_sizes.append(re.findall(r"([\d.]+)%", described)[:2])
-    means, p90s = ("{}, {} and {} %".format(*each) for each in zip(*from_sizes, strict=True))
-    assert f"From sizes alone the three files are {means} off ({p90s})" in text
+    means, p90s = ("{}, {}, {} and {} %".format(*each) for each in zip(*from_sizes, strict=True))
+    assert f"From sizes alone the four files are {means} off ({p90s})" in text
 
 
 def test_the_errors_of_lone_kernels_are_the_documented_ones() -> None:

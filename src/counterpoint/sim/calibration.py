@@ -14,9 +14,10 @@ from typing import Any, Literal
 import msgspec
 
 from counterpoint.errors import MachineError, shown, shown_path
-from counterpoint.machine import ElementType, Machine
+from counterpoint.machine import ElementType, Gpu, Machine
 from counterpoint.measurement.points import Point
 from counterpoint.mismatch import describe_mismatch
+from counterpoint.occupancy import residency
 from counterpoint.step import Character, CollectiveKind, Footprint
 from counterpoint.units import MIB
 from counterpoint.value import Value, read_shipped, read_toml, require, shipped_names
@@ -256,11 +257,12 @@ class Calibration(Value, frozen=True, kw_only=True):
         """Return the share of the type's peak rate that large matmuls reach."""
         return self.matmul_peak_fractions.get(element_type, self.matmul_peak_fraction).value
 
-    def least_l1_of(self, kind: CollectiveKind, planned: Footprint, usual: Footprint) -> float:
+    def least_l1_of(self, kind: CollectiveKind, planned: Footprint, usual: Footprint, gpu: Gpu) -> float:
         """Return by how much longer a collective's CTA takes, as a share, if the largest carveout leaves it the least L1.
-        With fewer threads than usual, loads fill less of it.
+        With fewer threads than usual, loads fill less of it. On a GPU where it always has the largest, 0.
         """
-        if planned.threads_per_cta < usual.threads_per_cta:
+        alone = residency(gpu, msgspec.structs.replace(usual, carveout_percent=-1))
+        if planned.threads_per_cta < usual.threads_per_cta or alone.carveout_bytes == gpu.shared_bytes_per_sm:
             return 0.0
         return self.least_l1[kind].value * (self.least_l1_of_few.value if planned.num_ctas < usual.num_ctas else 1.0)
 

@@ -337,7 +337,8 @@ class CostModel:
         cta_us = moving_us + (waiting_us + collective.peer_wait_us) * alone / reference
         link = (self._clock_share * link_per_cta, link_limit)
         work = self._wire_work(cta_us, usual.num_ctas, reference, link, constants.latency_weight)
-        return msgspec.structs.replace(work, least_l1=self._calibration.least_l1_of(collective.collective, planned, usual))
+        least_l1 = self._calibration.least_l1_of(collective.collective, planned, usual, self._gpu)
+        return msgspec.structs.replace(work, least_l1=least_l1)
 
     def light_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a light kernel that does a collective with `planned.num_ctas` CTAs."""
