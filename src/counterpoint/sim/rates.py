@@ -101,7 +101,7 @@ class RateModel:
         demands = self._hbm_demands(tasks, in_flight)
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
-        link, fed = self._link_rates(groups, tasks, places, loads)
+        link, kept = self._link_rates(groups, tasks, places, loads)
         moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
             shares, effective = _share_sms(groups, places, self._l2.latency_per_load * moved)
@@ -117,7 +117,7 @@ class RateModel:
                 if task.work.l2_reference:
                     memory *= task.work.l2_reference / by_l2
                 factors.append(memory * link[position])
-        return factors, effective, [share * kept for share, kept in zip(shares, fed, strict=True)]
+        return factors, effective, [share * part for share, part in zip(shares, kept, strict=True)]
 
     def _takes_from_l2(self, task: Task) -> bool:
         """Return whether L2 delivers less to matmuls because of what the task moves."""
