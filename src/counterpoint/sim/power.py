@@ -29,7 +29,7 @@ from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
 SAME_CLOCK = 0.002  # a smaller difference has no measurable effect
 CLOSE_CLOCK = 0.006  # after a smaller change, the next one is smaller than `SAME_CLOCK`: each is at most a third as large
-MOST_ROUNDS = 6
+MOST_ROUNDS = 4  # where a race turns between two clocks, none is found
 # Reads from L2 limit the matmul of a smaller tile than 128x128: by the reuse of its elements, or, where the tile is not
 # known, by the registers that its results take.
 LARGE_TILE_REUSE = 128
