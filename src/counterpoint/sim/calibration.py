@@ -234,6 +234,7 @@ class Calibration(Value, frozen=True, kw_only=True):
     communication_issue_share: Constant
     bandwidth_per_threads: Constant
     hbm_bytes_per_wire_byte: Constant
+    least_l1_of_few: Constant
     copy_engine_fraction: Constant
     recorded_copy_fraction: Constant
     copy_latency_us: Constant
@@ -243,7 +244,6 @@ class Calibration(Value, frozen=True, kw_only=True):
     reduction_exposed_us: Constant
     host_link_bytes_per_s: Constant
     characters: dict[Character, CharacterConstants]
-    least_l1_of_few: Constant
     collectives: dict[CollectiveKind, CollectiveConstants]
     matmul_peak_fractions: dict[ElementType, Constant] = msgspec.field(default_factory=dict)
     light_collectives: dict[CollectiveKind, CollectiveConstants] = msgspec.field(default_factory=dict)

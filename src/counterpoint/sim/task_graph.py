@@ -217,7 +217,7 @@ class TaskGraph:
         else:
             work, shared_work = self._costs.collective_work(operation, footprint), 0.0
         task = self._placed(footprint, priority, work, shared_work)
-        if isinstance(operation, Kernel) and prefers_shared(operation):
+        if isinstance(operation, Kernel) and footprint.carveout_percent == -1 and prefers_shared(operation):
             task.carveout_bytes = self._machine.gpu.shared_bytes_per_sm
         return task
 
@@ -235,12 +235,11 @@ class TaskGraph:
 
 
 def prefers_shared(kernel: Kernel) -> bool:
-    """Return whether a matmul that states no carveout is launched with the largest: Triton asks for it above 48 KiB of
-    shared memory, and collectives beside cuBLAS's matmuls are as slow. The driver gives other kernels the smallest that
+    """Return whether a kernel that states no carveout is launched with the largest, as matmuls are: Triton asks for it above
+    48 KiB of shared memory, and collectives beside cuBLAS's are as slow. The driver gives other kernels the smallest that
     allows the most CTAs.
     """
-    is_asked = kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST and kernel.footprint.carveout_percent == -1
-    return is_asked and kernel.character == "matmul"
+    return kernel.character == "matmul" and kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST
 
 
 def check_fit(index: int, operation: Kernel | Collective, footprint: Footprint, machine: Machine) -> None:
