@@ -3,7 +3,7 @@
 The step function is called a few times first, so that libraries initialize outside the capture. During the capture, a CPU
 profiler records the collectives that torch.distributed issues, because the graph does not hold their sizes. Lone times come
 from replays of a serialized copy, which runs every node alone, in an order that is the same on all ranks. The profiler
-names the nodes and times them; events time the kernels again, because the profiler makes some longer.
+names the nodes and times them; events time them again, because the profiler makes some kernels longer.
 """
 
 import statistics
@@ -186,12 +186,11 @@ class Captured:
         for place, number in enumerate(working):
             times[number] = statistics.median(end - start for start, end, _ in (replay[place] for replay in replays))
             names[number] = replays[0][place][2]
-        kernels = [number for number in working if classify_kernel(names[number]).kind == "computation"]
-        times = without_excess(times, self._by_events_us(), kernels)
+        collectives = [number for number in working if classify_kernel(names[number]).kind == "communication"]
+        times = without_excess(times, self._by_events_us(), set(working) - set(collectives))
         least = self.rendezvous.least_of(times)
-        for number, name in enumerate(names):
-            # the last rank to reach a collective waits for no rank
-            times[number] = least[number] if classify_kernel(name).kind == "communication" else times[number]
+        for number in collectives:
+            times[number] = least[number]  # the last rank to reach a collective waits for no rank
         return GraphTimes(device_name=torch.cuda.get_device_name(), lone_us=tuple(times), names=tuple(names))
 
     def _by_events_us(self) -> list[float]:

@@ -22,7 +22,7 @@ from counterpoint.traces.classify import Group, classify_kernel, copy_direction,
 from counterpoint.value import Value
 
 RECORDED_LIBRARIES = ("nccl", "rccl")  # libraries that torch.distributed calls, so their collectives are recorded
-LEAST_CORRECTED_US = 50.0  # shorter kernels vary more between two events than a profiler adds
+LEAST_CORRECTED_US = 50.0  # shorter operations vary more between two events than a profiler adds
 LEAST_OF_PROFILED = 0.9  # share of a profiled time: a profiler adds less than that to any kernel that was tried
 
 
@@ -94,15 +94,15 @@ def read_graph(
     return ReadGraph(step=step, nodes=tuple(numbers))
 
 
-def without_excess(profiled_us: Sequence[float], by_events_us: Sequence[float], kernels: Sequence[int]) -> list[float]:
-    """Return profiled times of nodes, those of long kernels without what the profiler adds to some: PyTorch's softmax takes
-    up to 7 % longer with it. Times by events hold what two events take besides, as much for each kernel.
+def without_excess(profiled_us: Sequence[float], by_events_us: Sequence[float], corrected: Iterable[int]) -> list[float]:
+    """Return profiled times of nodes, those of long ones in `corrected` without what the profiler adds: PyTorch's softmax
+    takes up to 7 % longer with it. Times by events hold what two events take besides, as much for each node.
     """
-    kernels = [number for number in kernels if profiled_us[number] >= LEAST_CORRECTED_US]
-    excess_us = [by_events_us[number] - profiled_us[number] for number in kernels]
+    long = [number for number in corrected if profiled_us[number] >= LEAST_CORRECTED_US]
+    excess_us = [by_events_us[number] - profiled_us[number] for number in long]
     events_us = max(0.0, statistics.median(excess_us)) if excess_us else 0.0
     found = list(profiled_us)
-    for number in kernels:
+    for number in long:
         found[number] = min(found[number], max(by_events_us[number] - events_us, LEAST_OF_PROFILED * found[number]))
     return found
 

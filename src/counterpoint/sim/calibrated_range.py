@@ -1,11 +1,9 @@
-"""Finds operations outside the calibrated range, and says why; carries constants over to other GPUs.
+"""Finds operations outside the calibrated range, and says why.
 
 Only operations whose times are predicted from sizes are checked: a traced or captured time needs no calibration.
 """
 
-from functools import cache
-
-from counterpoint.machine import Machine, machine_for_device
+from counterpoint.machine import Machine
 from counterpoint.measurement.points import Point
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.matmul_rates import USUAL_ELEMENT_TYPE
@@ -72,19 +70,3 @@ def _why_no_kernel(operation: Kernel, calibration: Calibration) -> str:
 
 def _points(calibration: Calibration, name: str) -> list[Point]:
     return [each for record in calibration.probes.values() for each in record.points if each.name == name]
-
-
-_machine_for_device = cache(machine_for_device)
-
-
-def own_loads_scale(device_name: str, machine: Machine) -> float:
-    """Return by how much larger a share of the memory's bandwidth a kernel that waits for its own loads reaches on this
-    machine than on the calibrated GPU. Its rate follows the SMs and their clock: softmax takes as long on an H100 as on an
-    H200, whose memory is 1.43 times as fast.
-    """
-    calibrated = _machine_for_device(device_name)
-    if calibrated is None or device_name in machine.device_names:
-        return 1.0
-    ours, theirs = machine.gpu, calibrated.gpu
-    sms = ours.num_sms * ours.clock_mhz / (theirs.num_sms * theirs.clock_mhz)
-    return sms * theirs.hbm_bytes_per_s / ours.hbm_bytes_per_s

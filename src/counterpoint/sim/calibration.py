@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from counterpoint.errors import MachineError, shown, shown_path
-from counterpoint.machine import ElementType, Gpu, Machine
+from counterpoint.machine import ElementType, Gpu, Machine, machine_for_device
 from counterpoint.measurement.points import Point
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.occupancy import residency
@@ -378,6 +378,22 @@ def as_assumed_elsewhere(base: Calibration, device_name: str) -> Calibration:
 
 def _assumed(entry: AnyConstant, base: Calibration) -> AnyConstant:
     return msgspec.structs.replace(entry, status="assumed", source=f"as {base.device_name}: {entry.source}")
+
+
+_machine_for_device = cache(machine_for_device)
+
+
+def own_loads_scale(device_name: str, machine: Machine) -> float:
+    """Return by how much larger a share of the memory's bandwidth a kernel that waits for its own loads reaches on this
+    machine than on the calibrated GPU. Its rate follows the SMs and their clock: softmax takes as long on an H100 as on an
+    H200, whose memory is 1.43 times as fast.
+    """
+    calibrated = _machine_for_device(device_name)
+    if calibrated is None or device_name in machine.device_names:
+        return 1.0
+    ours, theirs = machine.gpu, calibrated.gpu
+    sms = ours.num_sms * ours.clock_mhz / (theirs.num_sms * theirs.clock_mhz)
+    return sms * theirs.hbm_bytes_per_s / ours.hbm_bytes_per_s
 
 
 def describe_origin(machine: Machine) -> str:

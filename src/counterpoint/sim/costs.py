@@ -15,8 +15,7 @@ from counterpoint.links import Link
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.block_kernels import BlockKernels
-from counterpoint.sim.calibrated_range import own_loads_scale
-from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants
+from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants, own_loads_scale
 from counterpoint.sim.matmul_rates import is_l2_limited, l2_bytes_per_s, reached_flops_per_s
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import slowdown, tile_latency

@@ -81,21 +81,25 @@ def take_from_fullest(levels: Sequence[int], amount: int) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _split(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[Part, ...]]:
-    """Return how many CTAs of a kernel with `num_clusters` clusters left are placed, and where; cached, as steps repeat."""
+def _split(offers: Rooms, num_clusters: int, cluster: int, *, has_waited: bool) -> tuple[int, tuple[Part, ...]]:
+    """Return how many CTAs of a kernel with `num_clusters` clusters left are placed, and where; cached, as steps repeat.
+
+    CTAs of a kernel that waited for room fill each SM that becomes free before they go to the next.
+    """
     num_gpcs = len(offers[0][1])
     most = [sum(sms[gpc] * room for room, sms in offers) // cluster for gpc in range(num_gpcs)]
     wanted = min(num_clusters, sum(most))
     if wanted == 0:
         return 0, ()
+    if has_waited and (dense := _dense_parts(offers, wanted, cluster)) is not None:
+        return wanted * cluster, dense
     quotas = [number * cluster for number in _clusters_per_gpc(offers, most, wanted, cluster)]
     return wanted * cluster, _parts(offers, quotas)
 
 
-@lru_cache(maxsize=4096)
-def _split_densely(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int, tuple[Part, ...]]:
-    """As `_split`, for a kernel that waited: its CTAs fill each SM that becomes free before they go to the next."""
-    left = num_clusters
+def _dense_parts(offers: Rooms, wanted: int, cluster: int) -> tuple[Part, ...] | None:
+    """Return where `wanted` clusters go if they fill SM after SM; None if a cluster would need SMs of two offers."""
+    left = wanted
     parts: list[Part] = []
     for position, (room, sms) in sorted(enumerate(offers), key=lambda offer: -offer[1][0]):
         full, untouched = [0] * len(sms), list(sms)
@@ -110,7 +114,7 @@ def _split_densely(offers: Rooms, num_clusters: int, cluster: int) -> tuple[int,
         for amount, affected in ((room, full), (0, untouched)):
             if any(affected):
                 parts.append((position, amount, tuple(affected)))
-    return (num_clusters - left) * cluster, tuple(parts)
+    return None if left else tuple(parts)
 
 
 def _clusters_per_gpc(offers: Rooms, most: list[int], wanted: int, cluster: int) -> list[int]:
@@ -193,11 +197,8 @@ class SmArray:
         if task.work.num_tiles:
             number = min(number, cluster * math.ceil(task.tiles_left / cluster))
         rooms_of_gpcs = tuple((room, tuple(group.sms)) for group, room in offers)
-        placed, parts = _split(rooms_of_gpcs, number // cluster, cluster)
-        if task.found_no_room and not task.work.cta_time_spread:
-            densely, dense_parts = _split_densely(rooms_of_gpcs, number // cluster, cluster)
-            if densely == placed:
-                parts = dense_parts
+        has_waited = task.found_no_room and not task.work.cta_time_spread
+        placed, parts = _split(rooms_of_gpcs, number // cluster, cluster, has_waited=has_waited)
         if placed == 0:
             return
         full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
