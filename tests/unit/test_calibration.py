@@ -127,7 +127,8 @@ def test_what_saturates_an_sm_follows_from_kernels_at_each_residency(character: 
     points = Points(each for probe in shipped.probes.values() for each in probe.points)
     found = fit_saturation(points, H200, shipped, character)
     assert found is not None
-    assert math.isclose(found.value, shipped.characters[character].saturation_warps, rel_tol=0.02)
+    constant = SATURATIONS[character][0]
+    assert math.isclose(found.value, getattr(shipped.characters[character], constant), rel_tol=0.02)
     assert found.spread < 0.07
 
 

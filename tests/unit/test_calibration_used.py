@@ -81,7 +81,10 @@ def cases() -> list[tuple[Step, Plan]]:
     in_registers = msgspec.structs.replace(TILES, registers_per_thread=160, dynamic_shared_bytes=65_536)
     matmuls.append(priced("matmul", in_registers, "fp32"))
     l2 = msgspec.structs.replace(matmuls[0], flops=1.0, l2_bytes=1e10)
-    found: list[tuple[Step, Plan]] = [(step(*matmuls, l2), LEAVE_IT)]
+    specialized = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=200_000)
+    few_registers = msgspec.structs.replace(LIGHT, registers_per_thread=24)
+    attention = [*[priced("attention", specialized)] * 3, priced("attention", few_registers)]
+    found: list[tuple[Step, Plan]] = [(step(*matmuls, l2), LEAVE_IT), (step(*attention), LEAVE_IT)]
     for character in CHARACTERS:
         kernel = priced(character, LIGHT)
         big = msgspec.structs.replace(kernel, footprint=TILES)

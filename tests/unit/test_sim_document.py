@@ -18,11 +18,9 @@ LABELS = {
 
 def saturated_by(constants: CharacterConstants) -> str:
     warps = f"{constants.saturation_warps:g} warps"
-    return (
-        f"{constants.saturation_bytes_in_flight:,.0f} bytes in flight or {warps}"
-        if constants.saturation_bytes_in_flight
-        else warps
-    )
+    if constants.saturation_bytes_in_flight:
+        return f"{constants.saturation_bytes_in_flight:,.0f} bytes in flight or {warps}"
+    return f"{constants.saturation_registers:,.0f} registers or {warps}" if constants.saturation_registers else warps
 
 
 def link_fraction(constants: CollectiveConstants) -> str:

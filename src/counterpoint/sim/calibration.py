@@ -46,6 +46,7 @@ PowerFigure = Literal[
     "large_matmul_clock_exponent",
     "fp32_matmul_w",
     "attention_w",
+    "flash_attention_w",
     "streaming_w",
     "row_wise_w",
     "other_w",
@@ -89,7 +90,7 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     """The limits of kernels of one character: the bottleneck of a kernel alone, and what saturates an SM, in warps.
 
     `saturation_bytes_in_flight`, if given, is for kernels that keep tiles in shared memory: what an SM takes in during one
-    latency.
+    latency. `saturation_registers`, if given, is how many registers of CTAs saturate an SM, if that takes fewer CTAs.
 
     Kernels limited by "latency" wait for their own loads: they share SMs as those limited by "issue" do, and reach at
     most `hbm_fraction` of the memory's bandwidth.
@@ -102,6 +103,7 @@ class CharacterConstants(Value, frozen=True, kw_only=True):
     date: str
     source: str
     saturation_bytes_in_flight: float | None = None
+    saturation_registers: float | None = None
     spread: float | None = None
 
     def __post_init__(self) -> None:

@@ -38,28 +38,29 @@ FIGURES_OF_MORE = ("link_fraction_of_more", "bytes_per_s_per_cta_of_more", "late
 REFERENCE_KIND: CollectiveKind = "all_reduce"  # `latency_per_load` describes its CTAs
 # PyTorch's elementwise kernel on 512 MiB of fp32, as in the probe
 STREAMING = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
-# for each character the name of its points, and the conditions of those that tell how many warps saturate an SM
-SATURATIONS: dict[Character, tuple[str, dict[str, float | str]]] = {
-    "row_wise": ("rows_capped_us", {}),
-    "other": ("arithmetic_capped_us", {"chains": 1}),
+# for each character the constant that says what saturates an SM, and the name and the conditions of the points that tell it
+SATURATIONS: dict[Character, tuple[str, str, dict[str, float | str]]] = {
+    "row_wise": ("saturation_warps", "rows_capped_us", {}),
+    "attention": ("saturation_registers", "attention_capped_us", {}),
+    "other": ("saturation_warps", "arithmetic_capped_us", {"chains": 1}),
 }
 Sample = tuple[int, float, float]  # CTAs, bytes on the wire, microseconds
 
 
 def fit_saturation(points: Points, machine: Machine, calibration: Calibration, character: Character) -> Fitted | None:
-    """Fit the warps that saturate an SM."""
-    name, at = SATURATIONS[character]
+    """Fit the warps or registers that saturate an SM."""
+    constant, name, at = SATURATIONS[character]
     groups = _by_kernel(points.all(name, **at))
     if not groups:
         return None
     constants = calibration.characters[character]
 
     def error(figures: Sequence[float]) -> float:
-        changed = msgspec.structs.replace(constants, saturation_warps=figures[0])
+        changed = msgspec.structs.replace(constants, **{constant: figures[0]})
         tried = msgspec.structs.replace(calibration, characters=calibration.characters | {character: changed})
         return _error_of(tried, machine, character, groups)
 
-    (value,), left = minimize(error, [constants.saturation_warps])
+    (value,), left = minimize(error, [getattr(constants, constant)])
     return Fitted(value=value, spread=left, source=_source_of(name, groups, left))
 
 

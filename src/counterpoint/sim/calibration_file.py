@@ -253,10 +253,10 @@ def _constant(found: Fitted, day: str) -> Constant:
 
 def _characters(base: Calibration, points: Points, machine: Machine, day: str) -> dict[Character, CharacterConstants]:
     characters = dict(base.characters)
-    for character in SATURATIONS:
+    for character, (constant, *_) in SATURATIONS.items():
         found = fit_saturation(points, machine, base, character)
         if found is not None:
-            characters[character] = _saturated(characters[character], "saturation_warps", found, day)
+            characters[character] = _saturated(characters[character], constant, found, day)
     row_wise, reached = characters["row_wise"], base.hbm_efficiency.value * machine.gpu.hbm_bytes_per_s
     fraction = row_wise_fraction(points, reached, row_wise.saturation_warps)
     if fraction is not None:

@@ -15,9 +15,17 @@ from counterpoint.sim.calibration_fit import Fitted, Points
 
 LIBRARY, PAUSES = "matmul bf16", "pauses"
 BUSY_SHARES = (0.25, 0.5)  # of the time that the library's matmul runs; the limit does not act on these
+MOST_CAPPED_SHARE = 0.5  # of the readings under load, in which the power limit had lowered the clock
 LEAST_SLOWDOWN = 1.01  # of the library's matmul; less cannot be told from noise
 BURST_CLOCK = 1775 / 1980  # of the library's matmuls and of large tiles, relative to an idle GPU; read on an H200
-NOT_SLOWED: dict[PowerFigure, str] = {"fp32_matmul_w": "matmul fp32", "row_wise_w": "softmax", "streaming_w": "streaming"}
+LOADS: dict[PowerFigure, str] = {
+    "fp32_matmul_w": "matmul fp32",
+    "attention_w": "attention",
+    "flash_attention_w": "flash attention",
+    "row_wise_w": "softmax",
+    "streaming_w": "streaming, random values",
+    "other_w": "sort",
+}
 # names of the figures of tiled matmuls, the loads that tell them, and the clock of a burst of these
 TILES: tuple[tuple[PowerFigure, PowerFigure | None, tuple[str, ...], float], ...] = (
     ("matmul_w", None, ("matmul 64x64x32", "matmul 64x64x32, 4 stages"), 1.0),
@@ -31,11 +39,13 @@ TILES: tuple[tuple[PowerFigure, PowerFigure | None, tuple[str, ...], float], ...
 
 
 class Load(NamedTuple):
-    """A kernel that runs on and on: the GPU's watts and MHz, and how much longer than on a cool GPU a call takes."""
+    """A kernel that runs on and on: the GPU's watts and MHz, how much longer than on a cool GPU a call takes, and whether
+    the power limit acts."""
 
     watts: float
     clock_mhz: float
     slowdown: float
+    is_capped: bool
 
 
 class Limited(NamedTuple):
@@ -62,14 +72,13 @@ def fit_power(points: Points, limit_w: float) -> dict[PowerFigure, Fitted]:
         "library_matmul_w": _fitted([limited.burst_w], "cuBLAS bf16 that runs for 25 and 50 % of the time"),
         "exponent": _fitted([limited.exponent], f"cuBLAS bf16 under load and in a burst; {left}"),
     }
-    for figure, name in NOT_SLOWED.items():
+    for figure, name in LOADS.items():
         load = _load(points, name)
-        if load is not None:
+        if load is not None and load.is_capped:
+            watts = limited.left_w * max(1.0, load.slowdown) ** limited.exponent
+            found[figure] = _fitted([watts], f"{name}, {load.slowdown:.3f} times as long; {left}")
+        elif load is not None:
             found[figure] = _fitted([load.watts - idle.watts], f"{name}, which the limit does not slow down")
-    attention = _load(points, "attention")
-    if attention is not None:
-        watts = limited.left_w * max(1.0, attention.slowdown) ** limited.exponent
-        found["attention_w"] = _fitted([watts], f"cuDNN's attention, {attention.slowdown:.3f} times as long; {left}")
     for watts_figure, clock_figure, names, burst_clock in TILES:
         loads = {name: load for name in names if (load := _load(points, name)) is not None}
         if loads:
@@ -103,7 +112,9 @@ def _limited(points: Points, limit_w: float) -> Limited | None:
 def _load(points: Points, name: str) -> Load | None:
     found = [points.one(figure, load=name) for figure in ("loaded_power_w", "loaded_clock_mhz", "warm_us", "cool_us")]
     watts, clock_mhz, warm_us, cool_us = (0.0 if each is None else each.value for each in found)
-    return None if None in found else Load(watts, clock_mhz, warm_us / cool_us)
+    capped = points.one("power_capped_share", load=name)
+    is_capped = capped is not None and capped.value > MOST_CAPPED_SHARE
+    return None if None in found else Load(watts, clock_mhz, warm_us / cool_us, is_capped)
 
 
 def _fitted(values: list[float], source: str) -> Fitted:

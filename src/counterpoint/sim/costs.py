@@ -309,6 +309,9 @@ class CostModel:
         if in_flight and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
             saturation_warps = self._calibration.fp32_saturation_warps.value
         by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
+        if constants.saturation_registers:
+            registers = footprint.threads_per_cta * max(1, footprint.registers_per_thread)
+            by_warps = min(by_warps, constants.saturation_registers / registers)
         if not in_flight:
             return by_warps
         number, stage_bytes = tile_stages(kernel)

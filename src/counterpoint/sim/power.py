@@ -34,6 +34,9 @@ MOST_ROUNDS = 4  # where a race turns between two clocks, none is found
 # known, by the registers that its results take.
 LARGE_TILE_REUSE = 128
 LARGE_TILE_REGISTERS = 128 * 128
+# Attention that is made for compute capability 9 has a group of warps that loads, and two that multiply. It keeps the matrix
+# units busier than FlashAttention 2, whose CTAs have fewer threads.
+SPECIALIZED_THREADS = 384
 KNEE_EXPONENT = 12  # how sharply the clock begins to limit a matmul that waits for L2 at a burst's clock
 OF_CHARACTERS: dict[Character, PowerFigure] = {
     "attention": "attention_w",
@@ -122,6 +125,8 @@ def _figure_of(operation: Operation, *, is_copied: bool) -> PowerFigure:
         return "copy_w"
     if isinstance(operation, Collective):
         return "collective_w"
+    if operation.character == "attention" and operation.footprint.threads_per_cta < SPECIALIZED_THREADS:
+        return "flash_attention_w"
     if operation.character != "matmul":
         return OF_CHARACTERS[operation.character]
     if operation.element_type == "fp32":

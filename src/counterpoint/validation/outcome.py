@@ -103,16 +103,24 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> 
 
 def _launched_step(origin: CapturedOrigin, case: Case, measured: MeasuredCase) -> Step:
     """Return a case's step as it was captured, or as its sizes describe it."""
-    captured = as_read_today(measured.step)
     if origin == "sizes alone":
-        return described_step(case, captured)
-    return msgspec.structs.replace(captured, is_timed_in_bursts=True)
+        return described_step(case, as_read_today(measured.step))
+    return _as_captured(measured)
+
+
+def _as_captured(measured: MeasuredCase) -> Step:
+    return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
 
 
 def predict_case(origin: CapturedOrigin, case: Case, measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
     """Return the captured rows of a case that need not be one of the set."""
     step = _launched_step(origin, case, measured)
     return list(_predict(step, machine, measured, _rows_for(origin, measured), "fresh"))
+
+
+def predict_rows(measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
+    """Return the rows of a captured step that no case describes."""
+    return list(_predict(_as_captured(measured), machine, measured, _rows_for("captured steps", measured), "fresh"))
 
 
 def _loaded_us(measured: MeasuredCase) -> float:

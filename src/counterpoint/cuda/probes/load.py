@@ -9,12 +9,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from counterpoint.cuda.energy import Reading, mean_watts
 from counterpoint.cuda.nvml import GpuState, Nvml
-from counterpoint.cuda.probes.matmuls import TILES, TYPES, matmul, tiled
+from counterpoint.cuda.probes.matmuls import TILES, TYPES, attention, matmul, tiled
 from counterpoint.cuda.probes.session import Issue, Session
 from counterpoint.errors import DeviceError
 from counterpoint.measurement.points import Point, point
@@ -32,16 +31,19 @@ BUSY_SHARES = (0.25, 0.5, 0.75)  # of the time that a matmul runs, with pauses o
 def probe_load(session: Session, nvml: Nvml | None) -> list[Point]:
     """Measure clock, power, and times cool and warm of kernels of every kind, issued one after another without a pause."""
     known = _needed(nvml)
-    source = torch.ones(512 * MIB // 2, device="cuda", dtype=torch.bfloat16)
+    # equal values would draw less: few bits change on the way
+    source = torch.randn(512 * MIB // 2, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     zeros = torch.zeros(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     rows = torch.randn(12288, 12288, device="cuda", dtype=torch.bfloat16)
     normal = torch.empty_like(rows)
     loads: dict[str, Issue | None] = {
         "pauses": lambda: session.hold(1000.0),
-        "streaming": lambda: torch.mul(source, 2.0, out=target),
+        "streaming, random values": lambda: torch.mul(source, 2.0, out=target),
         "softmax": lambda: torch.softmax(rows, 1, out=normal),
-        "attention": _attention(),
+        "sort": lambda: torch.sort(rows[:2048], dim=1),
+        "attention": attention(SDPBackend.CUDNN_ATTENTION, 2 * 16, SIZE, 128),
+        "flash attention": attention(SDPBackend.FLASH_ATTENTION, 2 * 16, SIZE, 128),
         "matmul of zeros": lambda: torch.mm(zeros, zeros),
     }
     loads |= {f"matmul {kind}": matmul(kind, SIZE, SIZE, SIZE) for kind in TYPES}
@@ -62,16 +64,6 @@ def _needed(nvml: Nvml | None) -> Nvml:
     if nvml is None:
         raise DeviceError("NVML is needed for it, and the driver's library libnvidia-ml.so.1 was not found")
     return nvml
-
-
-def _attention() -> Issue:
-    query, key, value = (torch.randn(2, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-
-    def attend() -> object:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return functional.scaled_dot_product_attention(query, key, value)
-
-    return attend
 
 
 def _with_pauses(session: Session, issue: Issue, share: float) -> Issue:

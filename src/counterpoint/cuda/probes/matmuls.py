@@ -1,10 +1,12 @@
-"""Times matrix multiplications by type and size (cuBLAS) and fused multiply-adds, and both with fewer CTAs per SM."""
+"""Times matmuls by type and size (cuBLAS), and with fewer CTAs per SM matmuls, attention and fused multiply-adds."""
 
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.probes.capped import residency_times
 from counterpoint.cuda.probes.occupying import Marks, ProbeLaunch, compute
@@ -25,6 +27,8 @@ TILES = {  # tile M, N, K, warps, stages
 TILED_SIZE = 6144  # enough waves for any residency, and larger than any L2
 LOADED_MS = 250  # load before a tiled matmul is timed, so that the power limit sets the clock as in steps
 CAPS = (6, 5, 4, 3, 2, 1)
+ATTENTION_HEADS = {64: 64, 128: 48}  # size of a head, and how many heads of all sequences
+ATTENTION_TOKENS = 4096
 ITERATIONS = 1000
 WAVES = 4
 
@@ -99,12 +103,28 @@ def tiled(tile: str) -> Issue:
     return lambda: tile_matmul[grid](a, b, c, size, size, tm, tn, tk, num_warps=warps, num_stages=stages)
 
 
+def attention(backend: SDPBackend, heads: int, tokens: int, head_size: int) -> Issue:
+    """Return PyTorch's attention of random values in bf16 without a mask, by one of its backends."""
+    shape = (1, heads, tokens, head_size)
+    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+
+    def attend() -> object:
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(query, key, value)
+
+    return attend
+
+
 def probe_residency(session: Session) -> list[Point]:
-    """Time a Triton matmul of several tiles and a kernel of fused multiply-adds, at each residency."""
+    """Time Triton matmuls of several tiles, FlashAttention 2 and a kernel of fused multiply-adds, at each residency."""
     points: list[Point] = []
     for tile in TILES:
         at: dict[str, int | str] = {"tile": tile, "size": TILED_SIZE, "loaded_ms": LOADED_MS}
         points += residency_times(session, tiled(tile), "matmul_capped_us", CAPS, **at)
+    for head_size, heads in ATTENTION_HEADS.items():
+        attend = attention(SDPBackend.FLASH_ATTENTION, heads, ATTENTION_TOKENS, head_size)
+        at = {"head_size": head_size, "heads": heads, "tokens": ATTENTION_TOKENS}
+        points += residency_times(session, attend, "attention_capped_us", CAPS, **at)
     launch = ProbeLaunch(num_ctas=8 * session.num_sms * WAVES)
     marks = Marks(launch.num_ctas)
     for num_chains in (8, 1):
