@@ -3,10 +3,11 @@
 A kernel's name says most of it (`traces/rules.toml`). If copies carry a collective, some parts of it have names that do not
 tell: staging copies into and out of the buffers that peers read, and sums of what arrived. Their position tells:
 
-- On a stream that carries copies between GPUs and runs no matmul and no attention: every copy within the GPU and every
-  streaming kernel, from the first such copy, or what directly precedes it, to what directly follows the last one.
-- On a stream that also computes: copies within the GPU directly beside a signal or a copy between GPUs, and sums between two
-  signals.
+- On a stream that mostly communicates: every copy within the GPU and every streaming kernel, from the first copy between
+  GPUs, or what directly precedes it, to what directly follows the last one. Such a stream runs no matmul and no attention,
+  and its streaming kernels take no longer than its copies, sums and signals.
+- On a stream that also computes: copies within the GPU directly beside a signal or a copy between GPUs of about as many
+  bytes, and sums between two signals.
 """
 
 import re
@@ -16,6 +17,7 @@ from counterpoint.analysis.values import Role
 from counterpoint.traces.activity import GpuOperation
 from counterpoint.traces.classify import classify_kernel, copy_direction
 
+MOST_STAGED = 2  # times the bytes that copies between GPUs move beside it: of two ranks one sends half of what is staged
 SUMS = re.compile("(?i)reduce_kernel.*(sum|mean)|^counterpoint_add_blocks")
 
 
@@ -29,7 +31,7 @@ def find_roles(timed: TimedTrace) -> tuple[Role, ...]:
         carries = [place for place, index in enumerate(line) if _carries(operations[index], roles[index])]
         if not carries:
             continue
-        parts = _parts_beside(timed, line, roles) if _computes(timed, line) else _parts_between(timed, line, carries)
+        parts = _parts_beside(timed, line, roles) if _computes(timed, line, roles) else _parts_between(timed, line, carries)
         for index in parts:
             roles[index] = "communication"
     return tuple(roles)
@@ -59,11 +61,18 @@ def _carries(operation: GpuOperation, role: Role) -> bool:
     return role == "waiting" or (role == "communication" and operation.category != "kernel")
 
 
-def _computes(timed: TimedTrace, line: tuple[int, ...]) -> bool:
-    return any(
-        operation.category == "kernel" and classify_kernel(operation.name).character in ("matmul", "attention")
-        for operation in (timed.trace.operations[index] for index in line)
-    )
+def _computes(timed: TimedTrace, line: tuple[int, ...], roles: list[Role]) -> bool:
+    """Return whether a stream runs matmuls or attention, or computes longer than it moves and adds up data."""
+    computing_us = moving_us = 0.0
+    for index in line:
+        operation = timed.trace.operations[index]
+        if roles[index] != "computation" or is_sum(operation):
+            moving_us += operation.duration_us
+        elif classify_kernel(operation.name).character in ("matmul", "attention"):
+            return True
+        else:
+            computing_us += operation.duration_us
+    return computing_us > moving_us
 
 
 def _parts_between(timed: TimedTrace, line: tuple[int, ...], carries: list[int]) -> list[int]:
@@ -92,7 +101,25 @@ def _parts_beside(timed: TimedTrace, line: tuple[int, ...], roles: list[Role]) -
     for place, index in enumerate(kept):
         before, after = kept[max(0, place - 1)], kept[min(place + 1, len(kept) - 1)]
         beside = [_carries(operations[other], roles[other]) for other in dict.fromkeys((before, after)) if other != index]
-        is_part = is_staging(operations[index]) and any(beside)
+        is_part = is_staging(operations[index]) and any(beside) and _is_moved(timed, kept, place, roles)
         if is_part or (is_sum(operations[index]) and place and all(beside)):  # also the last on its stream
             found.append(index)
     return found
+
+
+def _is_moved(timed: TimedTrace, line: list[int], place: int, roles: list[Role]) -> bool:
+    """Return whether the copies between GPUs directly before or after a staging copy move about as many bytes; where only
+    signals are beside it, or bytes are unknown, it counts as moved.
+    """
+    operations = timed.trace.operations
+    for direction in (-1, 1):
+        moved, other = [], place + direction
+        while 0 <= other < len(line) and _carries(operations[line[other]], roles[line[other]]):
+            moved += [operations[line[other]].arguments.num_bytes] * (roles[line[other]] == "communication")
+            other += direction
+        is_beside = other != place + direction
+        if is_beside and (
+            not all(moved) or not moved or operations[line[place]].arguments.num_bytes <= MOST_STAGED * sum(moved)
+        ):
+            return True
+    return False
