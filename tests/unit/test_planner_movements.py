@@ -240,6 +240,16 @@ def test_a_collective_that_only_a_later_kernel_needs_moves_off_the_computations_
     assert makespan_us(step, plan) < makespan_us(step)
 
 
+def test_collectives_of_a_group_follow_each_other_on_its_separate_stream() -> None:
+    first, second = (collective("all_reduce", stream=0) for _ in range(2))
+    other = msgspec.structs.replace(collective("all_reduce", stream=0), process_group="other")
+    step = step_of(matmul(), first, second, other, matmul(1, 2, 3))
+    spans = spans_of(step, plan_of(1, 2, 3, control=OwnStream()))
+    assert spans[1].end_us <= spans[2].start_us
+    assert spans[3].start_us < spans[1].end_us, "the other group has a stream of its own"
+    assert len({spans[number].stream for number in range(4)}) == 3
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [

@@ -117,9 +117,7 @@ def _is_moved(timed: TimedTrace, line: list[int], place: int, roles: list[Role])
         while 0 <= other < len(line) and _carries(operations[line[other]], roles[line[other]]):
             moved += [operations[line[other]].arguments.num_bytes] * (roles[line[other]] == "communication")
             other += direction
-        is_beside = other != place + direction
-        if is_beside and (
-            not all(moved) or not moved or operations[line[place]].arguments.num_bytes <= MOST_STAGED * sum(moved)
-        ):
+        is_beside, is_known = other != place + direction, bool(moved) and all(moved)
+        if is_beside and (not is_known or operations[line[place]].arguments.num_bytes <= MOST_STAGED * sum(moved)):
             return True
     return False

@@ -13,10 +13,10 @@ from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.effects import EffectReader
+from counterpoint.sim.effects import Effect, EffectReader
 from counterpoint.sim.nodes import check_nodes
 from counterpoint.sim.step_run import StepRun, clock_share, least_busy_us
-from counterpoint.step import Step
+from counterpoint.step import Collective, Step
 from counterpoint.timeline import AbstractExecutor, Interval, Timeline
 from counterpoint.units import ps_to_us
 from counterpoint.value import require
@@ -64,11 +64,11 @@ class Simulator(AbstractExecutor):
         effects = EffectReader(step, machine, plan, calibration).effects()
         launched = StepRun(step, effects, machine, calibration)
         spans = launched.spans(clock_share([launched]) if self._clock_share is None else self._clock_share)
-        own_stream = 1 + max(operation.stream for operation in step.operations)
+        streams = _streams(step, effects)
         intervals = [
             Interval(
                 rank=0,
-                stream=own_stream if effects[index].has_own_stream else operation.stream,
+                stream=streams[index],
                 operation=index,
                 name=operation.name,
                 kind=operation.kind,
@@ -112,3 +112,15 @@ class Simulator(AbstractExecutor):
         check_nodes(step, machine)
         costs = CostModel(machine, self._calibration or load_calibration(machine), self._clock_share or 1.0)
         return least_busy_us(step, costs, least_us)
+
+
+def _streams(step: Step, effects: Sequence[Effect]) -> list[int]:
+    """Return each operation's stream; each process group has one for its collectives that a plan moves to a separate one."""
+    first = 1 + max(operation.stream for operation in step.operations)
+    own: dict[str | None, int] = {}
+    return [
+        own.setdefault(operation.process_group, first + len(own))
+        if effect.has_own_stream and isinstance(operation, Collective)
+        else operation.stream
+        for operation, effect in zip(step.operations, effects, strict=True)
+    ]

@@ -45,6 +45,7 @@ class TaskGraph:
         self.last: list[int] = []
         self._awaited: list[int] = []  # by operation, the task that its followers wait for
         self._on_stream: dict[int, list[int]] = {}
+        self._on_own_stream: dict[str | None, int] = {}  # by process group, the latest collective on its separate stream
         self._held_up: dict[int, list[int]] = {}  # by operation, further tasks that it waits for
         self._racing = racing_collectives(step, effects)
         self._is_captured = step.is_timed_in_bursts
@@ -73,7 +74,9 @@ class TaskGraph:
         self.last.append(len(self.tasks) - 1)
         if len(self._awaited) == index:
             self._awaited.append(self.last[index])
-        if not effect.has_own_stream and not (effect.is_saved and not operation.waits_for):
+        if effect.has_own_stream and isinstance(operation, Collective):
+            self._on_own_stream[operation.process_group] = index
+        elif not (effect.is_saved and not operation.waits_for):
             self._on_stream.setdefault(operation.stream, []).append(index)
 
     def _launch(self, index: int, operation: Operation) -> Launch:
@@ -82,6 +85,9 @@ class TaskGraph:
             waits[task] = self._latency_ps
         for earlier in self._before_on_stream(index, operation):
             waits[self._awaited[earlier]] = self._gap_ps
+        if self._effects[index].has_own_stream and isinstance(operation, Collective):
+            before = self._on_own_stream.get(operation.process_group)
+            waits |= {} if before is None else {self._awaited[before]: self._gap_ps}
         late_ps = self._launch_ps if index in self._racing else 0
         waits = {task: delay_ps + late_ps for task, delay_ps in waits.items()}
         issued_ps = us_to_ps(max(0.0, operation.issued_us or 0.0))
