@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine
+from counterpoint.analysis.rank import analyze_rank
 from counterpoint.errors import TraceError
 from counterpoint.metrics import critical_path_us, sequential_us
 from counterpoint.plan import LEAVE_IT
@@ -109,6 +110,42 @@ def test_rows_of_cached_event_numbers_are_consumed_first_in_first_out(tmp_path: 
         trace.wait(10 + number, stream=7, event=event)
     trace.kernel(MATMUL, 100, 10, host=20)
     assert waits(read_trace(trace.write(tmp_path))) == {3: [(0, "inferred"), (1, "inferred"), (2, "inferred")]}
+
+
+def test_prefetched_collectives_are_told_apart_where_event_numbers_repeat(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    for step in range(2):
+        begin = 1000 * step
+        trace.step(begin, begin + 990)
+        for number in range(3):
+            trace.collective(begin + 20 + 30 * number, 20, host=begin + 1 + 10 * number)
+            trace.record(begin + 2 + 10 * number)
+            if number:  # the matmul before needs the collective before, and this one is ahead of it
+                trace.wait(begin + 3 + 10 * number, stream=7, event=40 + number)
+                trace.kernel(MATMUL, begin + 100 + 50 * number, 40, host=begin + 4 + 10 * number)
+        trace.wait(begin + 40, stream=7, event=43)
+        trace.kernel(MATMUL, begin + 300, 40, host=begin + 41)
+    assert waits(read_trace(trace.write(tmp_path))) == {
+        2: [(0, "inferred")],
+        4: [(1, "inferred")],
+        5: [(3, "inferred")],
+    }
+
+
+def test_within_a_cuda_graph_dependencies_come_from_times_beside_waits_of_the_host(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 2000)
+    first = trace.kernel(MATMUL, 10, 100, host=5, call="cudaGraphLaunch")
+    trace.collective(112, 300, args={"correlation": first})
+    trace.kernel(MATMUL, 415, 100, args={"correlation": first})
+    trace.record(6)
+    trace.wait(7, stream=30, event=9)
+    trace.copy("Memcpy DtoH (Device -> Pinned)", 520, 10, num_bytes=4, host=8, stream=30)
+    assert waits(read_trace(trace.write(tmp_path))) == {
+        1: [(0, "inferred")],
+        2: [(1, "inferred")],
+        3: [(2, "inferred")],
+    }
 
 
 def test_without_stream_waits_dependencies_come_from_times(tmp_path: Path) -> None:
@@ -274,7 +311,9 @@ def test_an_amd_trace_reads_like_any_other(tmp_path: Path) -> None:
     )
     assert isinstance(collective, Collective)
     assert (collective.collective, collective.num_bytes, collective.group_size) == ("send_recv", 0, 4)
-    assert any("no element count" in note for note in result.notes)
+    for said in ("without an element count", "all 4 ranks of the job are assumed", "counted as a send and receive"):
+        assert any(said in note for note in result.notes)
+        assert any(said in problem for problem in analyze_rank(read_activity(trace.write(tmp_path))).problems)
 
 
 def test_an_unknown_collective_is_a_send_and_receive_with_a_note(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from counterpoint.analysis.windows import RankWindows, find_busy, find_figures, 
 from counterpoint.errors import CounterpointError
 from counterpoint.spans import Span
 from counterpoint.traces.activity import ActivityTrace
+from counterpoint.traces.operations import notes_on_collectives
 from counterpoint.traces.steady import overlaps_on_streams
 from counterpoint.traces.traced_step import TracedStep, traced_step_of
 from counterpoint.units import format_count
@@ -176,4 +177,4 @@ def _problems(timed: TimedTrace) -> list[str]:
             "The trace holds no stream waits (enable_cuda_sync_events=True records them), so dependencies are "
             "inferred from times."
         )
-    return problems
+    return [*problems, *notes_on_collectives(timed.trace, range(len(timed.trace.operations)))]

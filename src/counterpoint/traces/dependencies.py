@@ -3,13 +3,15 @@
 The order within a stream is implicit and is never listed. If the profiler states the record of an event, the dependency is
 exact. Otherwise the producer is inferred from the host's calls: a wait on NCCL's own event is for the communicator's
 previous collective. Any other record marks the last operation that its thread launched before it on a stream other than
-the waiting one (`host_order.py` finds the record). Without any events, dependencies are inferred from times alone.
+the waiting one (`host_order.py` finds the record). Without any events, and within a CUDA graph, whose operations the host
+launches at once, dependencies are inferred from times alone.
 
 Every inference is checked against GPU times: a producer must have ended when its consumer starts. If it has not, it is
 replaced by the latest earlier operation of its stream that had ended, or by none.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from counterpoint.step import DependencyOrigin
 from counterpoint.traces.activity import ActivityTrace, SyncArguments
@@ -43,10 +45,13 @@ def find_dependencies(trace: ActivityTrace) -> Dependencies:
     host = index_host(trace)
     waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
     if not waits:
-        return Dependencies(edges=_edges_from_times(host), are_from_times=True)
+        everything = range(len(trace.operations))
+        return Dependencies(edges=tuple(_edges_from_times(host, everything)), are_from_times=True)
     own = {position for position in waits if host.is_communicators_own(position)}
     records = records_of_waits(host, [position for position in waits if position not in own])
-    edges: dict[tuple[int, int], DependencyOrigin] = {}
+    edges: dict[tuple[int, int], DependencyOrigin] = {
+        (edge.consumer, edge.producer): edge.origin for graph in _graphs(trace) for edge in _edges_from_times(host, graph)
+    }
     num_corrected = num_dropped = 0
     for position in waits:
         sync = host.calls[position].sync or SyncArguments()
@@ -93,16 +98,26 @@ def _judge(host: HostOrder, consumer: int, producer: int) -> int | None:
     return None
 
 
-def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
+def _graphs(trace: ActivityTrace) -> Iterable[list[int]]:
+    """Return the operations of each launch of a CUDA graph."""
+    found: dict[int, list[int]] = {}
+    for index, operation in enumerate(trace.operations):
+        if operation.graph_launch is not None:
+            found.setdefault(operation.graph_launch, []).append(index)
+    return found.values()
+
+
+def _edges_from_times(host: HostOrder, indices: Iterable[int]) -> list[Edge]:
     """Without events: communication waits for the computation issued before it; late computation waits for it."""
     busy_us: Counter[int] = Counter()
-    for operation, communicates in zip(host.operations, host.is_communication, strict=True):
-        busy_us[operation.stream] += 0 if communicates else round(operation.duration_us * 1000) + 1
+    operations = [(index, host.operations[index]) for index in indices]
+    for index, operation in operations:
+        busy_us[operation.stream] += 0 if host.is_communication[index] else round(operation.duration_us * 1000) + 1
     main = busy_us.most_common(1)[0][0]
     edges: list[Edge] = []
     before: int | None = None
     pending: list[int] = []
-    for index, operation in enumerate(host.operations):
+    for index, operation in operations:
         if operation.stream != main:
             producer = None if before is None or not host.is_communication[index] else _judge(host, index, before)
             if producer is not None:
@@ -116,7 +131,7 @@ def _edges_from_times(host: HostOrder) -> tuple[Edge, ...]:
             if holder is not None:
                 edges.append(Edge(consumer=index, producer=holder, origin="inferred"))
         before = index
-    return tuple(edges)
+    return edges
 
 
 def _holder(host: HostOrder, index: int, before: int, pending: list[int]) -> int | None:

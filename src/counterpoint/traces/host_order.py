@@ -3,7 +3,7 @@
 Older profilers state only the number of the event a stream waits for. The record is found in this order:
 
 1. If one stream waits for an event number again and again, the event is re-recorded each time: the record is the thread's
-   last one before the wait.
+   last one before the wait, after the stream's wait before, that no later wait for another number takes.
 2. Other numbers are given out in ascending order as events are first recorded (PyTorch creates events lazily), so the
    record of a lower number comes before that of a higher one; each wait gets the latest record that this allows.
 3. If the numbers do not ascend (because they come from a cache), k waits in a row get the latest k records, first in, first
@@ -134,19 +134,31 @@ def records_of_waits(host: HostOrder, waits: list[int]) -> dict[int, int]:
     for position in records:
         records_of_thread.setdefault(host.calls[position].thread, []).append(position)
     times_waited = Counter(_waited(host, position) for position in waits)
-    found: dict[int, int] = {}
-    fresh: list[int] = []
-    for position in waits:
-        if times_waited[_waited(host, position)] == 1:
-            fresh.append(position)
-            continue
-        line = records_of_thread.get(host.calls[position].thread, [])
-        place = bisect_left(line, position) - 1
-        if place >= 0:
-            found[position] = line[place]
+    fresh = [position for position in waits if times_waited[_waited(host, position)] == 1]
+    repeated = [position for position in waits if times_waited[_waited(host, position)] > 1]
+    found = _match_recorded_again(host, repeated, records_of_thread)
     free = sorted(set(records) - set(found.values()))
     ascending = _match_ascending(host, fresh, free)
     return found | (_match_latest(host, fresh, free) if ascending is None else ascending)
+
+
+def _match_recorded_again(host: HostOrder, waits: list[int], records_of_thread: dict[str, list[int]]) -> dict[int, int]:
+    """Return the record of each wait for a number that its stream waits for more than once."""
+    before: list[int] = []  # for each wait, its stream's wait for the same number before it
+    latest: dict[tuple[int, int], int] = {}
+    for position in waits:
+        before.append(latest.get(_waited(host, position), -1))
+        latest[_waited(host, position)] = position
+    found: dict[int, int] = {}
+    taken: dict[int, int] = {}  # by record, the number that it records
+    for position, former in zip(reversed(waits), reversed(before), strict=True):
+        line, event = records_of_thread.get(host.calls[position].thread, []), _waited(host, position)[1]
+        place = bisect_left(line, position)
+        if place:
+            since = reversed(line[bisect_left(line, former) : place])
+            found[position] = next((record for record in since if taken.get(record, event) == event), line[place - 1])
+            taken.setdefault(found[position], event)
+    return found
 
 
 def _waited(host: HostOrder, position: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ gives the sum of static and dynamic shared memory; the module stores the sum as 
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from counterpoint.traces.classify import (
     matmul_type,
     name_groups,
 )
+from counterpoint.units import format_count
 from counterpoint.value import Value
 
 COUNTER_BYTES = 4
@@ -48,7 +50,6 @@ class BuiltOperations(Value, frozen=True, kw_only=True):
 
 def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
     """Return the step's operations, in the order of `indices`; `timings` are in the same order."""
-    missing: Counter[str] = Counter()
     groups = name_groups(traced.arguments.process_group for traced in trace.operations if traced.arguments.collective_name)
     streams_with_counter: set[int] = set()
     built: list[Operation] = []
@@ -61,18 +62,36 @@ def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: li
             continue
         rule = classify_kernel(traced.name)
         if rule.kind == "communication":
-            collective = _collective(trace, traced, rule, timing, missing)
+            collective = _collective(trace, traced, rule, timing)
             built.append(replace(collective, process_group=groups.get(traced.arguments.process_group)))
             continue
         is_work_sharing = rule.is_work_sharing and traced.stream in streams_with_counter
         if is_work_sharing:
             streams_with_counter.discard(traced.stream)
         built.append(_kernel(trace, traced, rule, timing, is_work_sharing))
-    return BuiltOperations(operations=tuple(built), notes=tuple(_note(what, count) for what, count in missing.items()))
+    return BuiltOperations(operations=tuple(built), notes=notes_on_collectives(trace, indices))
 
 
-def _note(what: str, count: int) -> str:
-    return f"{count} collectives {what}."
+def notes_on_collectives(trace: ActivityTrace, indices: Iterable[int]) -> tuple[str, ...]:
+    """Return what a trace does not say of collectives that kernels do, with what is assumed; `indices` are operations."""
+    missing: Counter[str] = Counter()
+    for traced in map(trace.operations.__getitem__, indices):
+        rule = classify_kernel(traced.name)
+        if traced.category == "kernel" and rule.kind == "communication" and not rule.is_waiting:
+            missing.update(_lacking(trace, traced.arguments, rule))
+    return tuple(f"{format_count(count, 'collective')} {what}." for what, count in missing.items())
+
+
+def _lacking(trace: ActivityTrace, arguments: LaunchArguments, rule: Rule) -> Iterator[str]:
+    if not collective_kind(arguments.collective_name, rule)[1]:
+        yield f"called '{shown(arguments.collective_name)}', which is unknown here: left as it is"
+    elif not arguments.collective_name and rule.library == "nccl" and rule.collective == "send_recv":
+        yield "whose kernel's name does not say which it is: counted as a send and receive"
+    if arguments.in_elements is None or element_bytes(arguments.dtype) is None:
+        yield "without an element count or with an unknown type: counted with 0 bytes"
+    if not arguments.group_size:
+        assumed = f"all {trace.world_size} ranks of the job are assumed" if trace.world_size else "1 rank is assumed"
+        yield f"without a group size: {assumed}"
 
 
 def _footprint(trace: ActivityTrace, traced: GpuOperation, rule: Rule) -> Footprint:
@@ -108,24 +127,17 @@ def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timi
     )
 
 
-def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, missing: Counter[str]) -> Collective:
+def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing) -> Collective:
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
-    if not is_known:
-        missing[f"are called '{shown(arguments.collective_name)}', which is unknown here; they are left as they are"] += 1
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
-    size = element_bytes(arguments.dtype)
-    if arguments.in_elements is None or size is None:
-        missing["carry no element count or an unknown type, so their size is 0"] += 1
-    if not arguments.group_size and not trace.world_size:
-        missing["carry no group size; 1 is assumed"] += 1
     group_size = arguments.group_size or trace.world_size or 1
     parts = stated_parts(trace, traced) if kind == "all_to_all" else None
     return Collective(
         name=traced.name,
         stream=traced.stream,
         collective=kind,
-        num_bytes=elements * (size or 0) if is_known else 0,
+        num_bytes=elements * (element_bytes(arguments.dtype) or 0) if is_known else 0,
         group_size=group_size,
         ranks=ranks_of_group(arguments, group_size),
         parts=parts,
