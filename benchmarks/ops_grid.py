@@ -9,7 +9,8 @@ description of a small set (`--only-candidates`: of what the heuristic picks fro
 max(collective, matmul). A shape that fails prints one line and is left out. Shapes that the output file holds already are
 not measured again, so a grid goes on where it was cut off: `--shapes g10,g12,g13` adds three to the others. With
 `--budget-s` as many rounds are run as fit into so many seconds for a shape, 3 at least; calls of over 20 ms are warmed up
-less, and of over 250 ms not, as the host's part in them is small.
+less, and of over 250 ms not, as the host's part in them is small. With `--block-ms`, calls of over 3 ms run several
+times in a row, for about so long: the power limit acts on them, and single ones differ by several percent.
 """
 
 import argparse
@@ -65,7 +66,8 @@ Call = Callable[[], object]
 COMPARED_ROWS = 4096  # of a result, spread over it: a second whole result has no room beside the largest
 LONG_CALL_S, LONGEST_WARM_CALL_S = 0.02, 0.25  # a call's host time is less than 1 ms
 WARM_UPS_OF_LONG_CALLS = 1  # after two that are compared: a call is recorded when it comes for the third time
-LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+LEAST_ROUNDS, MOST_ROUNDS = 3, 40
+LIMITED_CALL_S = 0.003  # the power limit acts on longer ones
 
 
 class Case:
@@ -192,8 +194,12 @@ def run_case(op: str, shape: AnyShape, arguments: argparse.Namespace) -> dict[st
     problem, machine = _problem(op, case.sizes), runtime_of_group(None).machine
     descriptions = candidate_descriptions(problem, machine) if arguments.only_candidates else DESCRIPTIONS[op]
     checked = check(case.calls(descriptions, is_picked_timed=not arguments.only_candidates))
-    num_rounds, num_warm_ups = num_rounds_of(checked, arguments.rounds, arguments.budget_s)
-    timed = time_interleaved(checked.calls, num_rounds, num_warm_ups)
+    in_a_row = 1
+    if arguments.block_ms and checked.longest_s > LIMITED_CALL_S:
+        in_a_row = max(1, round(arguments.block_ms / 1000 * len(checked.calls) / checked.round_s))
+    row = checked._replace(round_s=in_a_row * checked.round_s)
+    num_rounds, num_warm_ups = num_rounds_of(row, arguments.rounds, arguments.budget_s)
+    timed = time_interleaved(checked.calls, num_rounds, -(-num_warm_ups // in_a_row), in_a_row)
     picked = pick_schedule(problem, machine)  # what the operators pick for this call
     ideal_us = max(timed["collective"].median_us, timed["matmul"].median_us)
     result = {
@@ -202,6 +208,7 @@ def run_case(op: str, shape: AnyShape, arguments: argparse.Namespace) -> dict[st
         "sizes_m_n_k": case.sizes,
         "held_out": shape.name in HELD_OUT,
         "rounds": num_rounds,
+        "in_a_row": in_a_row,
         "ideal_us": round(ideal_us, 2),
         "picked": picked.description.label(),
         "picked_because": picked.reason,
@@ -283,6 +290,7 @@ def main() -> None:
     parser.add_argument("--ops", default="ag_mm,mm_rs")
     parser.add_argument("--shapes", default="all")
     parser.add_argument("--budget-s", type=float, help="rounds as many as fit into so many seconds for a shape")
+    parser.add_argument("--block-ms", type=float, default=0.0, help="run calls of over 3 ms in a row, for so long")
     parser.add_argument("--only-candidates", action="store_true", help="time only what the heuristic picks from")
     parser.add_argument("--stop-after-s", type=float, default=math.inf, help="begin no further shape after so long")
     arguments = join_with_options(parser, limit_s=280, rounds=9)

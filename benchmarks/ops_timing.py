@@ -36,9 +36,9 @@ class Timed:
 
 
 def time_interleaved(
-    calls: dict[str, Callable[[], object]], num_rounds: int, num_warm_ups: int = WARM_UP_ROUNDS
+    calls: dict[str, Callable[[], object]], num_rounds: int, num_warm_ups: int = WARM_UP_ROUNDS, in_a_row: int = 1
 ) -> dict[str, Timed]:
-    """Every call once per round, in an order of its own, the same on all ranks."""
+    """Every call once per round, or `in_a_row` times, in an order of its own, the same on all ranks."""
     names = list(calls)
     token = torch.ones(1, device="cuda")
     events = {name: [] for name in names}
@@ -51,12 +51,13 @@ def time_interleaved(
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             began = time.perf_counter()
-            calls[name]()
-            took_us = (time.perf_counter() - began) * 1e6
+            for _ in range(in_a_row):
+                calls[name]()
+            took_us = (time.perf_counter() - began) * 1e6 / in_a_row
             end.record()
             if number >= num_warm_ups:
                 events[name].append((start, end))
                 host[name].append(took_us)
         torch.cuda.synchronize()
-    times_us = largest([[1000 * a.elapsed_time(b) for a, b in events[name]] for name in names])
+    times_us = largest([[1000 * a.elapsed_time(b) / in_a_row for a, b in events[name]] for name in names])
     return {name: Timed(row, host[name]) for name, row in zip(names, times_us, strict=True)}

@@ -15,6 +15,7 @@ from counterpoint.units import MIB, format_count
 from counterpoint.value import Value, require
 
 __all__ = [
+    "Carveout",
     "CommunicationCtas",
     "HeadStart",
     "LightKernel",
@@ -111,6 +112,23 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
         carveout = f", carveout {self.carveout_percent} %" if self.carveout_percent >= 0 else ""
         how = f"{self.dynamic_shared_bytes:,} B of shared memory{carveout}"
         return f"cap of {format_count(self.ctas_per_sm, 'CTA')} per SM ({how})"
+
+
+class Carveout(AbstractControl, frozen=True, kw_only=True, tag="carveout"):
+    """Ask for `percent` of an SM's memory as shared memory for a kernel; the rest is L1 cache.
+
+    A kernel that asks for less leaves L1 to collectives beside it and behind it. If less than all of its CTAs need is left,
+    fewer CTAs run on an SM.
+    """
+
+    percent: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.percent <= 100, PlanError, f"A carveout must be from 0 to 100 percent; found {self.percent}.")
+
+    def describe(self) -> str:
+        """Return words such as "carveout 60 %"."""
+        return f"carveout {self.percent} %"
 
 
 class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
@@ -304,6 +322,7 @@ class ScheduleChoice(AbstractControl, frozen=True, kw_only=True, tag="copy_sched
 
 Control = (
     ResidencyCap
+    | Carveout
     | Priority
     | CommunicationCtas
     | Transport

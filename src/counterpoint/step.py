@@ -71,6 +71,11 @@ class Footprint(Value, frozen=True, kw_only=True):
         """Static and dynamic shared memory of one CTA, without what the system reserves."""
         return self.static_shared_bytes + self.dynamic_shared_bytes
 
+    @property
+    def registers_per_cta(self) -> int:
+        """The registers of all threads of one CTA, at least one for each."""
+        return self.threads_per_cta * max(1, self.registers_per_thread)
+
 
 class Dependency(Value, frozen=True, kw_only=True):
     """A wait for operation number `operation`; `origin` says whether the source stated it or it was inferred."""

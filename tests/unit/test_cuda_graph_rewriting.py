@@ -4,7 +4,16 @@ import pytest
 from msgspec.structs import replace
 
 from counterpoint import load_machine
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
+from counterpoint.controls import (
+    Carveout,
+    CommunicationCtas,
+    Control,
+    HeadStart,
+    LightKernel,
+    Priority,
+    ResidencyCap,
+    Transport,
+)
 from counterpoint.cuda.graph import GraphNode
 from counterpoint.cuda.graph_reading import CollectiveCall, GraphTimes, ReadGraph, read_graph
 from counterpoint.cuda.graph_rewriting import rewrite
@@ -135,9 +144,10 @@ def test_a_cap_never_takes_shared_memory_away_that_the_kernel_uses() -> None:
 
 def test_a_carveout_alone_keeps_the_shared_memory_as_it_is() -> None:
     same = ResidencyCap(ctas_per_sm=4, dynamic_shared_bytes=TILED.dynamic_shared_bytes)
-    graph, engagements = outcome(plan(same, operations=(2,)))
-    assert states(engagements) == ["verified"]
-    assert graph.nodes()[FIRST_MATMUL].footprint == replace(TILED, carveout_percent=100)
+    for control, percent in ((same, 100), (Carveout(percent=57), 57)):
+        graph, engagements = outcome(plan(control, operations=(2,)))
+        assert states(engagements) == ["verified"]
+        assert graph.nodes()[FIRST_MATMUL].footprint == replace(TILED, carveout_percent=percent)
 
 
 def test_a_kernel_with_a_grid_barrier_is_never_capped_but_may_have_the_other_controls() -> None:

@@ -121,6 +121,20 @@ def test_shared_memory_is_never_lowered(built: Built, tmp_path: Path) -> None:
         assert client.attributes("capped")[0] == 100_000
 
 
+def test_a_carveout_leaves_shared_memory_as_it_is_and_is_taken_back_with_its_rule(built: Built, tmp_path: Path) -> None:
+    with session(built, tmp_path, FilterRule(pattern="capped", dynamic_shared_bytes=0, carveout_percent=57)) as client:
+        client.find()
+        client.make("capped")
+        before = client.attributes("capped")
+        assert client.launch("capped", 40_000).last.shared == 40_000
+        assert client.attributes("capped") == (before[0], 57)
+        (counters,) = client.state().counters
+        assert (counters.num_matched, counters.num_capped, counters.num_refused) == (1, 1, 0)
+        client.block().swap([])
+        client.launch("capped", 40_000)
+        assert client.attributes("capped") == before
+
+
 def test_a_cap_beyond_the_gpu_is_refused_and_leaves_no_trace(built: Built, tmp_path: Path) -> None:
     huge = FilterRule(pattern="capped", dynamic_shared_bytes=300_000, ctas_per_sm=1, carveout_percent=100)
     with session(built, tmp_path, huge) as client:

@@ -140,8 +140,8 @@ def test_place_kind_and_value_are_told(kind: type[Any], steps: tuple[str | int, 
 def test_a_control_that_nobody_knows_lists_those_that_are(tag: object, verb: str) -> None:
     said = refused(Plan, changed(PLAN, *CONTROL, "control", to=tag))
     known = (
-        "'residency_cap', 'priority', 'communication_ctas', 'transport', 'light_kernel', 'overlap_matmul', 'own_stream', "
-        "'head_start'"
+        "'residency_cap', 'carveout', 'priority', 'communication_ctas', 'transport', 'light_kernel', 'overlap_matmul', "
+        "'own_stream', 'head_start'"
     )
     assert f"{verb} one of {known}" in said
 

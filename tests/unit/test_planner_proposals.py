@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from counterpoint import Simulator, load_machine, load_plan, load_workload, save_plan
-from counterpoint.controls import LightKernel, OverlapMatmul, ResidencyCap, Transport
+from counterpoint.controls import Carveout, LightKernel, OverlapMatmul, ResidencyCap, Transport
 from counterpoint.job import load_job
 from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan
@@ -115,6 +115,27 @@ def test_a_cap_that_never_paid_where_it_was_measured_is_refused(lone_us: float, 
     ((target, told),) = refused(found, "residency_cap")
     assert target == "beside"
     assert reason in told
+
+
+@pytest.mark.parametrize(
+    ("shared_bytes", "percents"),
+    [(98_304, [85]), (65_536, [85]), (73_728, [71]), (114_688, [57]), (49_152, []), (213_188, [])],
+)
+def test_matmuls_beside_collectives_get_the_carveout_that_their_ctas_need(shared_bytes: int, percents: list[int]) -> None:
+    tiles = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=128, dynamic_shared_bytes=shared_bytes)
+    tiled = msgspec.structs.replace(kernel("tiled"), character="matmul", footprint=tiles)
+    plain = kernel("beside")
+    found = proposed(step(kernel("before", lone_us=50), tiled, plain, collective(0)))
+    asked = [
+        (directive.match.name, control.percent)
+        for candidate in found.candidates
+        for directive in candidate.directives
+        for control in directive.controls
+        if isinstance(control, Carveout)
+    ]
+    assert asked == [("tiled", percent) for percent in percents]
+    if not percents:
+        assert "more shared memory than its CTAs need" in refused(found, "carveout")[0][1]
 
 
 def test_a_kernel_behind_a_fill_races_the_collective_that_waits_for_the_same_operation() -> None:

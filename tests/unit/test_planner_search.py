@@ -116,6 +116,7 @@ def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:
         "priority",
         "head_start",
         "residency_cap",
+        "carveout",
         "communication_ctas",
         "overlap_matmul",
         "own_stream",

@@ -14,6 +14,7 @@ PUBLIC = [
     "AbstractExecutor",
     "ArgumentError",
     "Collective",
+    "Carveout",
     "CommunicationCtas",
     "Copy",
     "CounterpointError",

@@ -104,6 +104,18 @@ def test_a_head_start_is_for_kernels_that_hold_every_sm_to_their_end(function: S
     assert bool(held(propose_live([function, nccl()], GPU), "head start 5 us")) is is_holder
 
 
+def test_tiled_matmuls_are_tried_with_priority_and_the_carveout_that_their_ctas_need() -> None:
+    tiled = seen("triton_tem_fused_mm_0", 4096, dynamic_shared_bytes=65_536)
+    needing_all = seen("triton_tem_fused_mm_1", 4096, dynamic_shared_bytes=73_728)
+    found = {each.label: each for each in propose_live([tiled, needing_all, nccl()], GPU).candidates}
+    percents = {
+        label: {rule.pattern: rule.carveout_percent for rule in each.setting.rules if rule.carveout_percent is not None}
+        for label, each in found.items()
+    }
+    assert percents["priority + carveout"] == {tiled.name: 85}
+    assert percents["priority + carveout for a CTA less"] == {tiled.name: 85, needing_all.name: 71}
+
+
 @given(num_ctas=st.integers(1, 5000), warps=st.integers(1, 32), registers=st.integers(1, 64))
 def test_a_kernel_without_shared_memory_is_held_back_just_where_it_has_one_wave(
     num_ctas: int, warps: int, registers: int

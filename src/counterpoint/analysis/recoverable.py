@@ -28,6 +28,7 @@ OTHER_RULES = "# tune reads no file of --rules, so its plan may differ"
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
     "priority": ("starved", "queued"),
     "residency_cap": ("starved",),
+    "carveout": ("starved", "dependent"),
     "head_start": ("starved",),
     "communication_ctas": ("starved",),
     "transport": ("starved", "dependent"),

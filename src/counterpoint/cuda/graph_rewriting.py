@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from counterpoint.controls import Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
+from counterpoint.controls import Carveout, Control, HeadStart, LightKernel, Priority, ResidencyCap, Transport
 from counterpoint.cuda.graph import AbstractGraph, GraphNode
 from counterpoint.cuda.graph_reading import ReadGraph
 from counterpoint.engagement import Engagement
@@ -100,6 +100,10 @@ def _apply(graph: AbstractGraph, number: int, control: Control) -> None:
             graph.set_priority(number, control.priority)
         case ResidencyCap():
             graph.set_shared_memory(number, control.dynamic_shared_bytes, control.carveout_percent)
+        case Carveout():
+            footprint = graph.node(number).footprint
+            assert footprint is not None, "only kernels get a carveout"
+            graph.set_shared_memory(number, footprint.dynamic_shared_bytes, control.percent)
         case HeadStart():
             graph.hold_before(number, control.hold_us)
         case LightKernel():
@@ -121,6 +125,9 @@ def _verify(graph: AbstractGraph, number: int, node: GraphNode, control: Control
             percent = node.footprint.carveout_percent
             is_met = residency <= control.ctas_per_sm and percent == control.carveout_percent and residency > 0
             return _verified(node, control, f"{format_count(residency, 'CTA')} per SM, carveout {percent} %", is_met)
+        case Carveout():
+            percent = -1 if node.footprint is None else node.footprint.carveout_percent
+            return _verified(node, control, f"carveout {percent} %", percent == control.percent)
         case LightKernel():
             num_ctas = node.footprint.num_ctas if node.footprint is not None else 0
             is_met = node.name.startswith(LIGHT_KERNELS) and num_ctas == control.num_ctas

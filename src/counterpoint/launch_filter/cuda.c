@@ -42,6 +42,7 @@ static bool refuse(const struct decision *decision, unsigned rule, enum refusal 
 }
 
 static bool raise_shared_memory(const struct decision *decision, const struct launch *launch, CUlaunchConfig *config) {
+    if (!decision->cap_bytes) return true;  // the rule sets the carveout alone
     if (launch->dynamic_shared_bytes > decision->cap_bytes)
         return refuse(decision, decision->cap_rule, REFUSED_USES_MORE, launch->dynamic_shared_bytes);
     config->dynamic_shared_bytes = decision->cap_bytes;

@@ -188,7 +188,8 @@ static struct refused set_cap(const struct launch *launch, const struct rule_rec
         return (struct refused){REFUSED_ATTRIBUTE, CUDA_ERROR_NOT_FOUND};
     const CUresult error = raise(function, rule, cap);
     struct refused refused = {error ? REFUSED_ATTRIBUTE : 0, (uint32_t)error};
-    if (!error) refused = ask_driver(function, launch, rule->dynamic_shared_bytes, residency);
+    const uint32_t bytes = rule->dynamic_shared_bytes ? rule->dynamic_shared_bytes : launch->dynamic_shared_bytes;
+    if (!error) refused = ask_driver(function, launch, bytes, residency);
     if (refused.code && cap->is_set) undo_cap(launch->kernel, cap);
     return refused;
 }

@@ -10,7 +10,7 @@ This module knows nothing of the layout of the control block, nor of how the dri
 
 from collections.abc import Sequence
 
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import Carveout, CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import PlanError, shown
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
 from counterpoint.step import Copy, OperationKind, Step
@@ -22,6 +22,7 @@ from counterpoint.value import Value, require
 class FilterRule(Value, frozen=True, kw_only=True):
     """One line of the filter's table: which kernels it is for, and how to change their launches; None changes nothing.
 
+    `dynamic_shared_bytes` of 0 leaves a kernel's as they are, and sets its carveout alone.
     `pattern` must match the whole name, as the driver reports it or demangled: `*` and `?` as in a shell; a backslash before
     either (or before a backslash) makes it literal. If several rules set the same control, the last one counts. `kind`
     restricts a rule to kernels that some rule marks as collectives with `is_collective`, or to all others. The next head
@@ -134,7 +135,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
     if narrower:
         target = match.describe(NUM_SHOWN)
         means = f"the plan matches {narrower}, but eager launches have only names"
-        caps = [control for control in controls if isinstance(control, ResidencyCap)]
+        caps = [control for control in controls if isinstance(control, ResidencyCap | Carveout)]
         refusals = tuple(_refusal(cap, target, means) for cap in caps)
         fitting = [control for control in controls if control not in caps]
         reached = "all collectives" if match.name == "*" else "all of that name"
@@ -178,7 +179,7 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
         fitting = list(controls)
         if not all(chosen):
             shared = f"the plan matches {sum(chosen)} of the {format_count(len(chosen), 'launch', 'launches')} of this name"
-            caps = [control for control in controls if isinstance(control, ResidencyCap)]
+            caps = [control for control in controls if isinstance(control, ResidencyCap | Carveout)]
             refusals.extend(_refusal(cap, name, f"{shared}, but eager launches have only names") for cap in caps)
             fitting = [control for control in controls if control not in caps]
             remarks.extend(f"{control.tag} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
@@ -190,6 +191,8 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
 def _rule(pattern: str, kind: OperationKind | None, controls: Sequence[Control]) -> FilterRule:
     """Return one rule with all the controls; of two equal ones the last one counts, as everywhere a plan is applied."""
     fields = {name: value for control in controls for name, value in _fields(control).items()}
+    if "carveout_percent" in fields:
+        fields.setdefault("dynamic_shared_bytes", 0)
     return FilterRule(pattern=pattern, kind=kind, **fields)  # type: ignore[arg-type]
 
 
@@ -203,6 +206,8 @@ def _fields(control: Control) -> dict[str, int | float]:
     match control:
         case ResidencyCap():
             return {name: getattr(control, name) for name in ("ctas_per_sm", "dynamic_shared_bytes", "carveout_percent")}
+        case Carveout():
+            return {"carveout_percent": control.percent}
         case Priority():
             return {"priority": control.priority}
         case HeadStart():

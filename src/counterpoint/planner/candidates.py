@@ -13,6 +13,7 @@ from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import cap_shared_bytes, largest_residency_beside, residency
 from counterpoint.plan import LEAVE_IT, Directive, Match, Plan, Refusal
+from counterpoint.planner.carveouts import propose_carveouts
 from counterpoint.planner.contention import Contention, find_rivals
 from counterpoint.planner.light_kernels import propose_light_kernels
 from counterpoint.planner.movements import ALONE, propose_overlaps, propose_own_streams, propose_transports
@@ -75,6 +76,7 @@ def propose_on_sms(
         _priority(machine.gpu, with_peers),
         _head_starts(step, machine.gpu, with_peers),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, with_peers, plan)),
+        propose_carveouts(step, machine.gpu, with_peers),
         _communication_ctas(step, machine.gpu, with_peers),
     )
     if contention and not with_peers:

@@ -8,13 +8,16 @@ module knows nothing of time; a control that takes effect may still change no ti
 
 from collections.abc import Collection, Iterator
 
-from counterpoint.controls import CommunicationCtas, Control, Priority, ResidencyCap, Transport
+from msgspec.structs import replace
+
+from counterpoint.controls import Carveout, CommunicationCtas, Control, Priority, ResidencyCap, Transport
 from counterpoint.errors import PlanError, shown
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import residency
 from counterpoint.plan import Plan
 from counterpoint.sim.effects import capped, with_ctas
+from counterpoint.sim.task_graph import carveout_bytes
 from counterpoint.step import Collective, Kernel, Operation, Step
 from counterpoint.units import format_count
 
@@ -93,6 +96,9 @@ def _changes(operation: Operation, control: Control, gpu: Gpu) -> bool:
                 return False
             footprint = operation.footprint or communication_footprint(gpu, operation.library)
             return with_ctas(footprint, control) != footprint
+        case Carveout() if isinstance(operation, Kernel):
+            footprint = replace(operation.footprint, carveout_percent=control.percent)
+            return carveout_bytes(gpu, operation) != residency(gpu, footprint).carveout_bytes
         case ResidencyCap() if isinstance(operation, Kernel):
             usual, under_cap = (residency(gpu, each) for each in (operation.footprint, capped(operation.footprint, control)))
             return (usual.ctas_per_sm, usual.carveout_bytes) != (under_cap.ctas_per_sm, under_cap.carveout_bytes)

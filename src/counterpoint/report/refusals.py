@@ -17,7 +17,7 @@ from counterpoint.report.text import bullets, shorten
 from counterpoint.supervised.settings import CANDIDATE, UNTRIED
 from counterpoint.units import format_count
 
-KERNEL_CONTROLS = frozenset({"residency_cap", "head_start"})  # the targets of the others are collectives
+KERNEL_CONTROLS = frozenset({"residency_cap", "carveout", "head_start"})  # the targets of the others are collectives
 MOST_NAMED, LISTED_WIDTH = 2, 40  # kernels that a line names, and the letters of each
 MERGED = re.compile(r"(.*) and (\d{1,6}) more", re.DOTALL)  # how a plan of `run --tune` names many kernels
 SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")

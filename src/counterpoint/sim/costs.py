@@ -297,21 +297,19 @@ class CostModel:
         return done * together + (1 - done) * self.l2.slowdown(issue * most * num_fuller / num_sms)
 
     def _saturating_ctas(self, constants: CharacterConstants, kernel: Kernel) -> float:
-        """Return the CTAs per SM above which the bottleneck is saturated: by bytes in flight or by warps, if fewer.
+        """Return the CTAs per SM above which the bottleneck is saturated: by bytes in flight, registers or warps.
 
         A stage of tiles is loaded after one latency and the time that its own bytes take, and all stages but the one that is
         multiplied are under way. `saturation_bytes_in_flight` is what an SM takes in during one latency.
         """
-        footprint = kernel.footprint
+        footprint, saturation_warps = kernel.footprint, constants.saturation_warps
         in_flight = constants.saturation_bytes_in_flight if footprint.shared_bytes >= LEAST_TILE_BYTES else None
-        saturation_warps = constants.saturation_warps
         is_ordinary = kernel.element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None
         if in_flight and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
             saturation_warps = self._calibration.fp32_saturation_warps.value
         by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
         if constants.saturation_registers:
-            registers = footprint.threads_per_cta * max(1, footprint.registers_per_thread)
-            by_warps = min(by_warps, constants.saturation_registers / registers)
+            by_warps = min(by_warps, constants.saturation_registers / footprint.registers_per_cta)
         if not in_flight:
             return by_warps
         number, stage_bytes = tile_stages(kernel)

@@ -10,6 +10,7 @@ import msgspec
 
 from counterpoint.controls import (
     MOST_LIGHT_RANKS,
+    Carveout,
     CommunicationCtas,
     Control,
     HeadStart,
@@ -125,7 +126,11 @@ class EffectReader:
                     effect = msgspec.structs.replace(effect, priority=control.priority)
                 case ResidencyCap() if isinstance(operation, Kernel):
                     _check_cap(control, operation, where, self._machine)
-                    effect = msgspec.structs.replace(effect, footprint=capped(operation.footprint, control))
+                    footprint = capped(operation.footprint, control)
+                    effect = msgspec.structs.replace(effect, footprint=footprint)
+                case Carveout() if isinstance(operation, Kernel) and footprint is not None:
+                    footprint = msgspec.structs.replace(footprint, carveout_percent=control.percent)
+                    effect = msgspec.structs.replace(effect, footprint=footprint)
                 case HeadStart() if isinstance(operation, Kernel):
                     _check_head_start(self._machine)
                     effect = msgspec.structs.replace(effect, hold_us=control.hold_us)

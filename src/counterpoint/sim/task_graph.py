@@ -13,7 +13,7 @@ import msgspec
 
 from counterpoint.controls import ALL_REDUCES_IN_FLIGHT
 from counterpoint.errors import StepError, shown
-from counterpoint.machine import Machine
+from counterpoint.machine import Gpu, Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
@@ -223,8 +223,8 @@ class TaskGraph:
         else:
             work, shared_work = self._costs.collective_work(operation, footprint), 0.0
         task = self._placed(footprint, priority, work, shared_work)
-        if isinstance(operation, Kernel) and footprint.carveout_percent == -1 and prefers_shared(operation):
-            task.carveout_bytes = self._machine.gpu.shared_bytes_per_sm
+        if isinstance(operation, Kernel):
+            task.carveout_bytes = carveout_bytes(self._machine.gpu, operation, footprint)
         return task
 
     def _placed(self, footprint: Footprint, priority: int, work: SmWork, shared_work: float = 0.0) -> SmTask:
@@ -240,12 +240,17 @@ class TaskGraph:
         )
 
 
-def prefers_shared(kernel: Kernel) -> bool:
-    """Return whether a kernel that states no carveout is launched with the largest, as matmuls are: Triton asks for it above
-    48 KiB of shared memory, and collectives beside cuBLAS's are as slow. The driver gives other kernels the smallest that
-    allows the most CTAs.
+def carveout_bytes(gpu: Gpu, kernel: Kernel, footprint: Footprint | None = None) -> int:
+    """Return the shared memory to which an empty SM is configured for a kernel with a footprint, by default its own.
+
+    Matmuls that state no carveout get the largest: Triton asks for it above 48 KiB of shared memory, and collectives beside
+    cuBLAS's are as slow. The driver gives other kernels the smallest that allows the most CTAs.
     """
-    return kernel.character == "matmul" and kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST
+    launched = kernel.footprint if footprint is None else footprint
+    asks_for_most = kernel.character == "matmul" and kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST
+    if launched.carveout_percent == -1 and asks_for_most:
+        return gpu.shared_bytes_per_sm
+    return residency(gpu, launched).carveout_bytes
 
 
 def check_fit(index: int, operation: Kernel | Collective, footprint: Footprint, machine: Machine) -> None:

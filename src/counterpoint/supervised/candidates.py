@@ -26,11 +26,12 @@ from counterpoint.planner.candidates import (
     propose_head_starts,
     propose_priority,
 )
+from counterpoint.planner.carveouts import FOR_ALL, FOR_FEWER, carveouts_of
 from counterpoint.planner.proposal import Candidate
-from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind, Footprint
+from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind, Footprint, Kernel
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import Setting, setting_of
-from counterpoint.traces.classify import is_communication
+from counterpoint.traces.classify import classify_kernel, is_communication
 from counterpoint.value import Value
 
 MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
@@ -41,6 +42,8 @@ ALL_HELD, ALL_HELD_LONGER = (f"head start {hold_us:g} us{IN_EVERY_RACE}" for hol
 # more.
 IN_ORDER = (
     (PRIORITY,),
+    (PRIORITY, FOR_ALL),
+    (PRIORITY, FOR_FEWER),
     (PRIORITY, HELD),
     (PRIORITY, ALL_HELD),
     (CAPS, PRIORITY),
@@ -150,7 +153,7 @@ def propose_live(functions: Sequence[SeenFunction], job_gpu: JobGpu | None) -> L
     has_head_starts = gpu is None or gpu.has_head_starts
     for candidate in (*priority.candidates, *(_head_starts(racers, blockers) if has_head_starts else ())):
         parts[candidate.label] = candidate.directives
-    for candidate in caps.candidates if caps else ():
+    for candidate in (*(caps.candidates if caps else ()), *(_carveouts(gpu, blockers) if gpu is not None else ())):
         parts[candidate.label] = candidate.directives[:MOST_CAPPED]
     if len(racers) == len(blockers) and HELD_LONGER in parts:
         parts[ALL_HELD_LONGER] = parts[HELD_LONGER]
@@ -205,6 +208,18 @@ def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction
                 for number in (directive.match.operations or ())[:MOST_HELD]
             ),
         )
+
+
+def _carveouts(gpu: Gpu, blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
+    """Return the planner's carveouts for kernels that fill the GPU."""
+    characters = {function: classify_kernel(function.name).character for function in blockers}
+    return carveouts_of(
+        gpu,
+        [
+            Kernel(name=function.pattern, stream=0, footprint=_footprint(function), character=character)
+            for function, character in characters.items()
+        ],
+    )
 
 
 def _as_blockers(gpu: Gpu, functions: Sequence[SeenFunction], collectives: Sequence[SeenFunction]) -> list[Blocker]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
+from counterpoint.controls import Carveout, CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.engagement import Engagement, State
 from counterpoint.errors import shown
 from counterpoint.integrations.paths import PathCounts
@@ -124,7 +124,10 @@ def prove_rule(rule: FilterRule, counters: RuleCounters, launched: Collection[st
 
 def _prove_controls(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
     entries: list[ControlProof] = []
-    if rule.dynamic_shared_bytes is not None:
+    if rule.dynamic_shared_bytes == 0 and rule.carveout_percent is not None:
+        carveout = Carveout(percent=rule.carveout_percent)
+        entries.append(_by_launches(rule, counters, carveout, counters.num_capped))
+    elif rule.dynamic_shared_bytes is not None:
         entries.append(_prove_cap(rule, counters))
     if rule.priority is not None:
         priority = Priority(priority=rule.priority)
