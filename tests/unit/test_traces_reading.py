@@ -342,12 +342,20 @@ def test_all_kernels_of_a_graph_share_its_launch(tmp_path: Path) -> None:
     assert [operation.name for operation in result.step.operations] == [MATMUL, ELEMENTWISE]
 
 
-def test_the_busiest_of_several_devices_is_read(tmp_path: Path) -> None:
-    trace = small_trace()
-    trace.kernel("elsewhere", 150, 1000, host=50, args={"device": 1})
+def test_of_several_devices_the_one_that_computes_longest_is_read_and_launches_on_the_others_are_not_lost(
+    tmp_path: Path,
+) -> None:
+    trace = TraceBuilder()
+    for number in range(3):
+        trace.step(1000.0 * number, 1000.0 * number + 900)
+        for place in range(6):
+            trace.kernel("little", 1000.0 * number + 100 + 10 * place, 5, host=1000.0 * number + place)
+        trace.collective(1000.0 * number + 200, 500, host=1000.0 * number + 6)
+        trace.kernel(MATMUL, 1000.0 * number + 100, 200, host=1000.0 * number + 7, args={"device": 1})
     result = read_trace(trace.write(tmp_path))
-    assert "elsewhere" not in [operation.name for operation in result.step.operations]
-    assert any("2 devices" in note for note in result.notes)
+    assert [operation.name for operation in result.step.operations] == [MATMUL]
+    assert "The trace holds 2 devices; only the busiest, device 1, was read." in result.notes
+    assert not any("have no kernel in the trace" in note for note in result.notes)
 
 
 def test_an_operation_without_launch_is_placed_by_its_gpu_time(tmp_path: Path) -> None:
@@ -373,6 +381,42 @@ def test_dependent_launches_may_overlap_but_plain_ones_may_not(tmp_path: Path) -
     trace.kernel(ELEMENTWISE, 90, 50, host=3)
     with pytest.raises(TraceError, match=r"1 operations overlap.*stream 7, 15\.000 us before"):
         read_trace(trace.write(tmp_path))
+
+
+@pytest.mark.parametrize(("call", "is_dependent"), [("cuLaunchKernelEx", True), ("cudaLaunchKernel", False)])
+def test_an_early_kernel_whose_launch_was_lost_counts_as_launched_like_others_of_its_name(
+    call: str, is_dependent: bool, tmp_path: Path
+) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 1000)
+    trace.kernel(MATMUL, 10, 50, host=1)
+    trace.kernel("second", 55, 50, host=2)
+    trace.kernel("second", 200, 50, host=3, call=call)
+    lost = next(event for event in trace.events if event["cat"] == "cuda_runtime" and event["ts"] == 2)
+    trace.events.remove(lost)
+    if is_dependent:
+        assert any("lacks the launches of 1 of them" in note for note in read_trace(trace.write(tmp_path)).notes)
+    else:
+        with pytest.raises(TraceError, match="1 operations overlap"):
+            read_trace(trace.write(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["copies", "kernels"])
+def test_one_call_may_start_several_copies_but_only_one_kernel(kind: str, tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.step(0, 1000)
+    trace.kernel(MATMUL, 10, 50, host=1)
+    for start in (70, 130):
+        if kind == "copies":
+            trace.copy("Memcpy PtoP (Device -> Device)", start, 50, num_bytes=1 << 20, host=2, stream=30)
+        else:
+            trace.kernel("second", start, 50, host=2, stream=30)
+        trace.events[-1]["args"]["correlation"] = 2
+    if kind == "copies":
+        assert len(read_trace(trace.write(tmp_path)).step.operations) == 3
+    else:
+        with pytest.raises(TraceError, match="correlation 2 names two GPU operations"):
+            read_trace(trace.write(tmp_path))
 
 
 def test_what_the_host_issued_after_it_waited_for_the_gpu_counts_from_the_end_of_what_it_waited_for(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Builds an `ActivityTrace` from what a format's reader found.
 
-It attaches launches and operators to operations, and sorts them. Problems that are evident from the file become notes: a
-file that ends early, launches without operations, operations that start before their launch. It knows no format.
+It chooses the GPU that is read, attaches launches and operators to its operations, and sorts them. Problems that are evident
+from the file become notes: a file that ends early, launches without operations, operations that start before their launch.
+It knows no format.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from msgspec.structs import force_setattr, replace
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.files import REMEDY
-from counterpoint.traces.activity import GRAPH_LAUNCH, ActivityTrace, GpuOperation, HostCall, HostOperator
+from counterpoint.traces.activity import GRAPH_LAUNCH, ActivityTrace, Category, GpuOperation, HostCall, HostOperator
+from counterpoint.traces.classify import is_communication
 from counterpoint.traces.host_operators import HostOperators, Launch
 from counterpoint.value import require
 
@@ -18,6 +22,30 @@ LEAST_LOST = 10
 """Fewer launches without an operation are normal: kernels were still running when the recording ended."""
 CLOCK_TOLERANCE_US = 2.0
 """If an operation starts this much before its launch, the clocks of host and GPU disagree."""
+Place = TypeVar("Place")
+
+
+def busiest(found: Mapping[Place, list[GpuOperation]]) -> Place:
+    """Return the place, such as a device, whose kernels compute longest; of equal ones the one with the most operations."""
+
+    def work(place: Place) -> tuple[float, int]:
+        computing = (
+            operation.duration_us
+            for operation in found[place]
+            if operation.category == "kernel" and not is_communication(operation.category, operation.name)
+        )
+        return sum(computing), len(found[place])
+
+    return max(found, key=work)
+
+
+def launches_here(
+    calls: dict[int, HostCall], operations: list[GpuOperation], elsewhere: Iterable[list[GpuOperation]]
+) -> dict[int, HostCall]:
+    """Return the calls of the host but those that launched operations elsewhere, such as on another device."""
+    own = {operation.arguments.correlation for operation in operations}
+    others = {operation.arguments.correlation for line in elsewhere for operation in line} - own
+    return {correlation: call for correlation, call in calls.items() if correlation not in others} if others else calls
 
 
 def assemble(
@@ -30,7 +58,7 @@ def assemble(
     """Return `trace` with these operations in issue order, their launches and operators, and the host's calls.
 
     `damage` says why the file is incomplete; then only whole steps are kept. Raises `TraceError` if there is none, or if
-    two operations have the same launch and it is not a graph's.
+    a kernel shares its launch with another operation and it is not a graph's.
     """
     _attach_launches(trace.path, operations, calls)
     windows, notes = trace.step_windows, []
@@ -81,19 +109,21 @@ def _start_key(operation: GpuOperation) -> tuple[float, int, int]:
 
 
 def _attach_launches(path: str, operations: list[GpuOperation], calls: dict[int, HostCall]) -> None:
-    """Add to each operation when and how the host launched it; only a launch of a graph may start several operations."""
-    seen: set[int] = set()
+    """Add to each operation when and how the host launched it. One call may start several operations only if it launches a
+    graph or copies: `cudaMemcpyBatchAsync` takes several copies, and HIP divides large ones.
+    """
+    seen: dict[int, Category] = {}
     for operation in operations:
         correlation = operation.arguments.correlation
         call = calls.get(correlation)
         if call is None:
             continue
-        if correlation in seen and GRAPH_LAUNCH not in call.name:
+        if GRAPH_LAUNCH not in call.name and "kernel" in (seen.get(correlation), operation.category) and correlation in seen:
             raise TraceError(
                 f"{path}: correlation {correlation} names two GPU operations, the second '{shown(operation.name)}'; "
                 f"record again."
             )
-        seen.add(correlation)
+        seen[correlation] = operation.category
         force_setattr(operation, "launched_us", call.time_us)
         force_setattr(operation, "launch_call", call.name)
 
@@ -191,7 +221,7 @@ def _relevant_calls(operations: list[GpuOperation], calls: dict[int, HostCall]) 
         call = calls.get(correlation)
         if call is None:
             continue
-        if correlation in seen or call.kind != "launch":  # a launch of a graph: there is one call for each operation
+        if correlation in seen or call.kind != "launch":  # of a graph or several copies: one call for each operation
             call = replace(call, kind="launch", operation=index)
         else:
             seen.add(correlation)

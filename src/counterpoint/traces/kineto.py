@@ -21,7 +21,7 @@ from counterpoint.files import REMEDY, UTF8_MARK
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import MAX_RANKS
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
-from counterpoint.traces.assembly import assemble
+from counterpoint.traces.assembly import assemble, busiest, launches_here
 from counterpoint.traces.event_stream import NOT_STATED, Device, Distributed, Event, EventStream, Surroundings
 from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
 from counterpoint.value import cyclic_gc_paused, require
@@ -205,7 +205,7 @@ class _Collected:
         return found
 
     def trace(self, surroundings: Surroundings, damage: str | None) -> ActivityTrace:
-        """Return the trace of the device with the most operations."""
+        """Return the trace of the device that computes longest."""
         require(
             bool(self.operations),
             TraceError,
@@ -220,12 +220,13 @@ class _Collected:
             f"{self.path}: {len(self.timeless)} GPU operations and host calls begin at 0 and take 0 us, first "
             f"'{shown((self.timeless or [''])[0])}': the profiler lost their times. Record the trace again.",
         )
-        operations = max(self.operations.values(), key=len)
-        number = operations[0].arguments.device
+        number = busiest(self.operations)
+        operations = self.operations.pop(number)
+        calls = launches_here(self.calls, operations, self.operations.values())
         for wait in self.waits if damage is None else ():  # a file that ends early lacks some calls, and nothing says which
-            call = self.calls.get(wait.correlation)
+            call = calls.get(wait.correlation)
             if call is not None and wait.stream >= 0 and wait.device in (None, number):
-                self.calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
+                calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
         device = next((item for item in surroundings.deviceProperties if item.id == number), Device())
         distributed = surroundings.distributedInfo or Distributed()
         self._check_ranks(distributed.rank, distributed.world_size)
@@ -234,7 +235,7 @@ class _Collected:
             operations=(),
             host_calls=(),
             step_windows=tuple(sorted(self.windows)),
-            num_devices=len(self.operations),
+            num_devices=1 + len(self.operations),
             device_name=device.name,
             num_sms=device.numSms if device.numSms and device.numSms > 0 else None,
             compute_major=device.computeMajor,
@@ -243,7 +244,7 @@ class _Collected:
             nccl_version=distributed.nccl_version,
             host_waits=tuple(sorted(self.host_waits)),
         )
-        return assemble(trace, operations, self.calls, self.operators, damage)
+        return assemble(trace, operations, calls, self.operators, damage)
 
     def _check_ranks(self, rank: int | None, world_size: int | None) -> None:
         remedy = "correct the file's distributedInfo, or record it again"

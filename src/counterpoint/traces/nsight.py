@@ -17,7 +17,7 @@ import msgspec
 
 from counterpoint.errors import CounterpointError, TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
-from counterpoint.traces.assembly import assemble
+from counterpoint.traces.assembly import assemble, busiest, launches_here
 from counterpoint.traces.event_stream import Event
 from counterpoint.traces.host_operators import HostOperators, innermost_ranges
 from counterpoint.value import require
@@ -96,7 +96,7 @@ class _Database:
         return self.connection.execute(f'SELECT {columns} FROM "{table}"')
 
     def trace(self) -> ActivityTrace:
-        """Return the trace of the process and device with the most operations."""
+        """Return the trace of the process and device that compute longest."""
         found: dict[Process, list[GpuOperation]] = {}
         for place, operation in self.operations():
             found.setdefault(place, []).append(operation)
@@ -105,8 +105,11 @@ class _Database:
             TraceError,
             f"{self.path} holds no GPU activity; record with nsys profile --trace=cuda,nvtx and export again.",
         )
-        (process, device), operations = max(found.items(), key=lambda item: len(item[1]))
+        process, device = busiest(found)
+        operations = found[process, device]
         calls, waits = self.calls(process, device)
+        beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
+        calls = launches_here(calls, operations, beside)
         operators, windows = self.operators(process, operations, calls)
         gpus = {row[0]: row[1:] for row in self.rows("TARGET_INFO_GPU", ("id",), ("name", "smCount", "computeMajor"))}
         name, num_sms, compute_major = gpus.get(device, (None, None, None))

@@ -191,30 +191,46 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
             f"'{shown(previous.name)}' ends. "
             "Record the trace again, of one process."
         )
-    return (f"{early} kernels start before their predecessor on the stream has ended (dependent launch).",) if early else ()
+    if not early:
+        return ()
+    unknown = sum(not operation.launch_call for operation in early)
+    lacking = f"; the trace lacks the launches of {unknown} of them" if unknown else ""
+    return (f"{len(early)} kernels start before their predecessor on the stream has ended (dependent launch{lacking}).",)
 
 
-def overlaps_on_streams(operations: tuple[GpuOperation, ...]) -> tuple[list[tuple[GpuOperation, GpuOperation]], int]:
-    """Return the operations that overlap their predecessor on a stream, after it, where that is impossible; and the number
-    of those that may.
+def overlaps_on_streams(
+    operations: tuple[GpuOperation, ...],
+) -> tuple[list[tuple[GpuOperation, GpuOperation]], list[GpuOperation]]:
+    """Return the operations that overlap their predecessor on a stream, after it, where that is impossible; and those that
+    may.
 
     Only nodes of a graph and kernels launched with extended attributes (programmatic dependent launch) may start before
-    their predecessor has ended.
+    their predecessor has ended. If the trace lacks a launch, the known launches of the same name decide; without any, the
+    operation may.
     """
     by_stream: dict[int, list[GpuOperation]] = {}
+    in_order: dict[str, bool] = {}
     for operation in operations:
         by_stream.setdefault(operation.stream, []).append(operation)
-    impossible, early = [], 0
+        if operation.launch_call:
+            in_order[operation.name] = in_order.get(operation.name, True) and not _may_start_early(operation)
+    impossible: list[tuple[GpuOperation, GpuOperation]] = []
+    early: list[GpuOperation] = []
     for line in by_stream.values():
         line.sort(key=lambda operation: (operation.start_us, operation.end_us))
         for previous, operation in pairwise(line):
             if operation.start_us >= previous.end_us - OVERLAP_TOLERANCE_US:
                 continue
-            if "Graph" in operation.launch_call or "Ex" in operation.launch_call:
-                early += 1
+            if _may_start_early(operation) or not (operation.launch_call or in_order.get(operation.name)):
+                early.append(operation)
             else:
                 impossible.append((previous, operation))
     return impossible, early
+
+
+def _may_start_early(operation: GpuOperation) -> bool:
+    """Return whether the host launched the operation in a way that lets it start before its predecessor has ended."""
+    return "Graph" in operation.launch_call or "Ex" in operation.launch_call
 
 
 def _steps_by_annotation(trace: ActivityTrace) -> tuple[list[list[int]], list[str]]:
