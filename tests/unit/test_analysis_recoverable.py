@@ -9,12 +9,15 @@ from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.recoverable import OTHER_PLAN, find_recoverable
 from counterpoint.analysis.values import Recoverable
+from counterpoint.errors import AnalysisError
 from counterpoint.job import load_job
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.traces.formats import read_activity
 from helpers.command import TRACES
+from helpers.trace_builder import MATMUL, TraceBuilder
 
+FITS_BESIDE = {"grid": [132, 1, 1], "block": [128, 1, 1], "registers per thread": 64}
 DDP = [TRACES / f"ddp.rank{rank}.json.gz" for rank in (0, 1)]
 
 
@@ -41,6 +44,19 @@ def test_the_summary_says_what_else_than_exposed_time_and_kernels_a_change_recov
         (line, *_) = with_recoverable(analysis, [entry]).headline.next
         assert "kernels of 10 us fall away" in line
         assert ("idle time, and computation that communication slows down" in line) == is_said
+
+
+def test_nothing_is_recommended_from_a_replay_that_tune_would_not_use(tmp_path: Path) -> None:
+    """The all-reduces could have run beside the matmuls, and did not for a reason that the replay does not know."""
+    trace = TraceBuilder()
+    for number in range(4):
+        begin = 10_000.0 * number
+        trace.step(begin, begin + 9_900)
+        for place in range(4):
+            trace.kernel(MATMUL, begin + 200 + 1000 * place, 990, host=begin + place, args=FITS_BESIDE)
+            trace.collective(begin + 4200 + 1000 * place, 990, host=begin + place + 0.5, elements=1 << 24)
+    with pytest.raises(AnalysisError, match=r"the replay differs from the trace .* a simulation is not used\.$"):
+        recovered(trace.write(tmp_path), tmp_path / "small.json")
 
 
 def test_the_order_of_the_files_changes_nothing() -> None:

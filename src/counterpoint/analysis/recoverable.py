@@ -2,7 +2,8 @@
 job, each one alone.
 
 The planner simulates each change on the representative step. Results are sorted by value, with the lines that apply them. A
-value below the error of the replay is marked: the simulator cannot distinguish it from zero.
+value below the error of the replay is marked: the simulator cannot distinguish it from zero. If `tune` would not use the
+replay, nothing is recommended.
 """
 
 import shlex
@@ -12,12 +13,14 @@ from typing import Final
 from msgspec.structs import replace
 
 from counterpoint.analysis.values import Analysis, Cause, Recoverable
+from counterpoint.errors import AnalysisError
 from counterpoint.integrations.planned_paths import applied_in_job, needs_step
 from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import PLAN_FILE, Directive, Plan
 from counterpoint.planner.job_changes import find_job_changes
+from counterpoint.planner.replay import compare_replay
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
 from counterpoint.step import Collective, Operation, Step
@@ -46,19 +49,21 @@ def find_recoverable(
     """Return what would shorten the step of `job`, by value. Causes that the step does not have are not named.
 
     The job was read from `source`, by a user's rules if `has_own_rules` is set, and for the machine that the user named, or
-    None.
+    None. Raises `AnalysisError` if the replay differs so much from the trace that simulated gains say nothing.
     """
     job = replace(job, step=_without_waits(job.step, analysis, source))
     machine = () if machine_name is None else ("--machine", machine_name)
     traced = None if job.traced is None else job.traced.timeline
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
+    replay = None if traced is None else compare_replay(traced, tuning.baseline)
+    if replay is not None and (why := replay.why_unusable()):
+        raise AnalysisError(f"{why}.")
     step = ("--step", source) if needs_step(tuning.plan) else ()
     save = shlex.join(("counterpoint", "tune", source, *machine, "-o", PLAN_FILE))
     run = shlex.join(("counterpoint", "run", "--plan", PLAN_FILE, *step, "--", "torchrun", "train.py"))
     remarks = (*((OTHER_PLAN,) if analysis.skews else ()), *((OTHER_RULES,) if has_own_rules else ()))
     commands = (*remarks, save, run) if applied_in_job(tuning.plan, job.step) else ()
     baseline_us = measure(tuning.baseline).makespan_us
-    error_us = 0.0 if traced is None else abs(baseline_us - measure(traced).makespan_us)
     lone_us = Simulator().lone_times_us(job.step, job.machine)
     present = {total.cause for total in analysis.causes if total.exposed_us > 0}
     found = [
@@ -68,7 +73,7 @@ def find_recoverable(
             recovers_us=recovers_us,
             apply=apply,
             saved_us=_saved_us(job, lone_us, directives),
-            is_within_replay_error=recovers_us <= error_us,
+            is_within_replay_error=replay is not None and bool(replay.why_unknown(recovers_us / baseline_us)),
         )
         for causes, what, recovers_us, apply, directives in (*_by_controls(tuning, baseline_us, commands), *_by_changes(job))
     ]

@@ -36,16 +36,23 @@ class ReplayAccuracy(Value, frozen=True, kw_only=True):
             return words
         return f"{words}, overlap {format_change(self.overlap_difference).removesuffix(' %')} points"
 
-    def why_unknown(self, gain: float) -> str:
-        """Return why a plan with this `gain`, a share of the makespan, cannot be judged; an empty string if it can."""
+    def why_unusable(self) -> str:
+        """Return why no plan can be judged by the replay; an empty string if it is right enough."""
         if self.error > MOST_REPLAY_ERROR:
             limit = f"more than the {format_percent(MOST_REPLAY_ERROR)} limit above which a simulation is not used"
         elif abs(self.overlap_difference or 0.0) > MOST_OVERLAP_DIFFERENCE:
             limit = f"and overlap may differ by at most {100 * MOST_OVERLAP_DIFFERENCE:.0f} points"
-        elif 0 < gain < self.error:
-            limit = f"more than the plan's gain of {format_percent(gain)}"
         else:
             return ""
+        return self._differs(limit)
+
+    def why_unknown(self, gain: float) -> str:
+        """Return why a plan with this `gain`, a share of the makespan, cannot be judged; an empty string if it can."""
+        if 0 < gain < self.error:
+            return self.why_unusable() or self._differs(f"more than the plan's gain of {format_percent(gain)}")
+        return self.why_unusable()
+
+    def _differs(self, limit: str) -> str:
         return f"the replay differs from the trace ({self.describe()}), {limit}"
 
 
