@@ -187,7 +187,7 @@ def test_outliers_and_a_first_step_are_not_steady(makespans: list[int], steady: 
     assert steady_steps(makespans, range(len(makespans))) == steady
 
 
-@pytest.mark.parametrize(("num_others", "steady"), [(1, [1]), (2, [1]), (3, [1, 2, 3])])
+@pytest.mark.parametrize(("num_others", "steady"), [(1, [1]), (2, [1]), (3, [1, 2, 3, 4])])
 def test_steps_with_other_operations_are_not_steady_where_half_of_all_are_alike(
     num_others: int, steady: list[int], tmp_path: Path
 ) -> None:

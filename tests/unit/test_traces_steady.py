@@ -29,7 +29,7 @@ def running_ahead() -> TraceBuilder:
 def test_windows_follow_the_computation_when_the_host_and_a_side_stream_run_ahead(tmp_path: Path) -> None:
     trace = read_activity(running_ahead().write(tmp_path))
     windows = divide_into_steps(trace).windows
-    assert windows == ((1, 105), (105, 205), (205, 305), (305, 390))
+    assert windows == ((1, 105), (105, 205), (205, 305), (305, 405))  # the GPU is idle for 15 us before each new step
 
 
 def test_what_runs_in_a_step_counts_whichever_step_launched_it(tmp_path: Path) -> None:
@@ -93,6 +93,32 @@ def test_of_steps_that_all_differ_the_median_is_read_with_a_note(tmp_path: Path)
         trace.kernel(f"step_{number}", 1000.0 * number + 10, (50, 300, 100)[number], host=1000.0 * number + 1)
     found = divide_into_steps(read_activity(trace.write(tmp_path)))
     assert (found.steady, found.notes) == (2, ("All 3 steps run different operations; the median one was read.",))
+
+
+def with_idle_time(num_steps: int) -> TraceBuilder:
+    """Steps of a matmul of 300 us and an all-reduce of 100 us, then 600 us without work, as where a data loader is slow."""
+    trace = TraceBuilder()
+    for number in range(num_steps):
+        trace.step(1000.0 * number, 1000.0 * number + 990)
+        trace.kernel(MATMUL, 1000.0 * number + 100, 300, host=1000.0 * number + 1)
+        trace.collective(1000.0 * number + 400, 100, host=1000.0 * number + 2)
+    return trace
+
+
+@pytest.mark.parametrize(("num_steps", "last_us"), [(3, 1000), (2, 1000), (1, 400)])
+def test_the_last_step_has_the_idle_time_that_the_others_have_at_their_end(
+    tmp_path: Path, num_steps: int, last_us: float
+) -> None:
+    path = with_idle_time(num_steps).write(tmp_path)
+    assert [end - start for start, end in divide_into_steps(read_activity(path)).windows][-1] == last_us
+    notes = " ".join(read_trace(path).notes)
+    assert ("A step takes 1 ms. Makespans leave out the last 600 us of it" in notes) == (num_steps > 1)
+
+
+def test_idle_time_after_the_last_step_ends_with_the_next_operation(tmp_path: Path) -> None:
+    trace = with_idle_time(3)
+    trace.kernel("afterwards", 2550, 10, host=2995)
+    assert divide_into_steps(read_activity(trace.write(tmp_path))).windows[-1] == (2100, 2550)
 
 
 def test_what_was_issued_before_recording_began_is_in_no_step(tmp_path: Path) -> None:

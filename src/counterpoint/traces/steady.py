@@ -33,8 +33,9 @@ class TracedSteps(Value, frozen=True, kw_only=True):
 
     `windows`: start and end of each step in GPU time, in microseconds on the trace's clock. A window begins with the step's
     first operation on any stream after the computation's stream has finished the step before. It ends where the next window
-    begins, so there are no gaps or overlaps between windows; the last one ends with the last operation of its step.
-    Operations in a window may belong to a neighboring step: a stream that waits for nothing can be a step ahead.
+    begins, so there are no gaps or overlaps between windows. The end of the last one is unknown: it counts as idle for as
+    long as the GPU at least is after another step. Operations in a window may belong to a neighboring step: a stream that
+    waits for nothing can be a step ahead.
 
     `makespans_us` cover everything that ran in the windows. `steady_ran` are the numbers of the operations that ran in the
     steady step's window, at least in part. `alike` are the steps that run the same operations, or all steps if fewer than
@@ -73,7 +74,7 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
     return TracedSteps(
         steps=tuple(tuple(step) for step in steps),
         steady=steady,
-        windows=tuple(windows),
+        windows=_with_last_gap(trace, windows, ran, alike),
         makespans_us=tuple(makespans),
         steady_ran=tuple(ran[steady]),
         alike=tuple(alike if _are_most(len(alike), len(steps)) else range(len(steps))),
@@ -148,6 +149,25 @@ def _span_us(trace: ActivityTrace, inside: list[int], window: tuple[float, float
     """Return the time from the first operation in a window to the last end in it."""
     end_us = min(max((trace.operations[index].end_us for index in inside), default=window[0]), window[1])
     return end_us - max(min((trace.operations[index].start_us for index in inside), default=window[0]), window[0])
+
+
+def _with_last_gap(
+    trace: ActivityTrace, windows: Sequence[tuple[float, float]], ran: Sequence[list[int]], alike: Sequence[int]
+) -> tuple[tuple[float, float], ...]:
+    """Return the windows, the last one with the idle time that at least lies between two steps, up to the next operation.
+
+    It is the least after one of the steps `alike` that another one follows, without the first if there are others.
+    """
+    begin_us, end_us = windows[-1]
+    followed = [number for number in alike if number + 1 < len(windows)] or range(len(windows) - 1)
+    gaps_us: dict[int, float] = {}
+    for number in followed:
+        _, next_begin_us = windows[number]
+        ended_us = (min(trace.operations[index].end_us, next_begin_us) for index in ran[number])
+        gaps_us[number] = next_begin_us - max(ended_us, default=next_begin_us)
+    gap_us = min((gap_us for number, gap_us in gaps_us.items() if number > 0), default=gaps_us.get(0, 0.0))
+    next_us = min((each.start_us for each in trace.operations if each.start_us >= end_us), default=math.inf)
+    return (*windows[:-1], (begin_us, max(end_us, min(end_us + gap_us, next_us))))
 
 
 def _windows(trace: ActivityTrace, steps: Sequence[Sequence[int]]) -> list[tuple[float, float]]:

@@ -28,6 +28,8 @@ from counterpoint.traces.steady import (
 from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value, require
 
+LEAST_IDLE_SHARE = 0.01
+"""From this share of a step on, idle time between steps is noted."""
 LONGEST_FIRST = sorted(SUFFIXES, key=len, reverse=True)
 
 
@@ -36,7 +38,7 @@ class TracedStep(Value, frozen=True, kw_only=True):
 
     `timeline` holds everything that ran on the GPU during the step, including operations of neighboring steps, cut to the
     step's window; it starts when the step does (`traces.steady.TracedSteps`). `step_makespans_us` are those of all profiled
-    steps, in order.
+    steps, in order, each up to the step's last operation.
     """
 
     step: Step
@@ -134,6 +136,7 @@ def _steady_step(
         *_notes_on_file(trace, operations),
         *steps.notes,
         *_notes_on_neighbors(steps),
+        *_notes_on_idle_time(steps),
         *early,
         *_notes_on_dependencies(dependencies, inside),
         *_notes_on_times(trace, lone, issue),
@@ -234,6 +237,20 @@ def _notes_on_neighbors(steps: TracedSteps) -> list[str]:
             f"Streams run ahead of each other: {len(own - inside)} of the step's {len(own)} operations ran outside "
             f"its time on the GPU, and {format_count(len(inside - own), 'operation')} of other steps ran inside it "
             "and count there."
+        )
+    ]
+
+
+def _notes_on_idle_time(steps: TracedSteps) -> list[str]:
+    """Return a note if the GPU is idle between steps: makespans, traced and simulated, end with the last operation."""
+    begin_us, end_us = steps.windows[steps.steady]
+    step_us, makespan_us = end_us - begin_us, steps.makespans_us[steps.steady]
+    if step_us - makespan_us < LEAST_IDLE_SHARE * step_us:
+        return []
+    return [
+        (
+            f"A step takes {format_us(step_us)}. Makespans leave out the last {format_us(step_us - makespan_us)} of it, in "
+            "which the GPU is idle until the next step begins."
         )
     ]
 
