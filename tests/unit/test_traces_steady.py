@@ -121,6 +121,18 @@ def test_idle_time_after_the_last_step_ends_with_the_next_operation(tmp_path: Pa
     assert divide_into_steps(read_activity(trace.write(tmp_path))).windows[-1] == (2100, 2550)
 
 
+@pytest.mark.parametrize(("head", "num_steps"), [("head", 1), ("layer", 8)])
+def test_what_repeats_is_a_layer_and_no_step_where_other_computation_follows(
+    tmp_path: Path, head: str, num_steps: int
+) -> None:
+    trace = TraceBuilder()
+    for place, name in enumerate(["embedding", *(["attention", "layer"] * 8), head]):
+        trace.kernel(name, 10 + 10.0 * place, 8)
+    steps = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert len(steps.steps) == num_steps
+    assert any("so it may be a layer" in note for note in steps.notes) == (num_steps == 1)
+
+
 def test_what_was_issued_before_recording_began_is_in_no_step(tmp_path: Path) -> None:
     trace = TraceBuilder()
     for number in range(3):  # the host runs so far ahead that the GPU is still busy with an earlier step

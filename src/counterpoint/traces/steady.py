@@ -23,6 +23,10 @@ LEAST_COVERAGE = 0.6
 """If the repetitions found cover less than this share of the operations, the trace counts as one step."""
 STRANGE_SHARE = 0.01
 """Operations of other steps in a window, as a share of the step's own, that do not yet show that a stream runs ahead."""
+STRANGE_COMMUNICATION = 0.10
+"""The same share of communication: up to this, a window's figures are those of its step."""
+LEAST_AFTER = 0.03
+"""If other computation after the repetitions takes more than this share of one of them, they are layers of one step."""
 MAX_PERIODS_TRIED = 64
 OVERLAP_TOLERANCE_US = 1.0
 """A shorter overlap is none: the resolution of the profiler's clock is some tens of nanoseconds."""
@@ -301,10 +305,31 @@ def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     first, period, repeats = find_repetition(names)
     if repeats < 2:
         return [list(range(len(names)))], [f"The trace has no {lacks} and no repetition, so all of it counts as one step."]
+    if _goes_on(trace.operations, first, period, repeats):
+        note = (
+            f"The trace has no {lacks}. A sequence of {period} operations repeats {repeats} times, but other computation "
+            "follows, so it may be a layer, and all of the trace counts as one step."
+        )
+        remedy = (
+            "Record launches (activities=[CPU, CUDA])." if trace.step_windows else "Call profiler.step() in each iteration."
+        )
+        return [list(range(len(names)))], [f"{note} {remedy}"]
     steps = [list(range(first + i * period, first + (i + 1) * period)) for i in range(repeats)]
     note = f"The trace has no {lacks}. Its steps are the {repeats} repetitions of a sequence of {period} operations."
     left_out = len(names) - period * repeats
     return steps, [note] + ([f"{left_out} operations outside the repetitions were left out."] if left_out else [])
+
+
+def _goes_on(operations: Sequence[GpuOperation], first: int, period: int, repeats: int) -> bool:
+    """Return whether other computation follows the repetitions: a model's head, a loss or an optimizer, after its layers.
+
+    Computation before them may be a warm-up, and a last step that differs runs kernels of the same names.
+    """
+    once, after = operations[first : first + period], operations[first + repeats * period :]
+    usual = {operation.name for operation in once}
+    others = (each for each in after if each.name not in usual and each.category == "kernel")
+    others_us = sum(each.duration_us for each in others if not is_communication(each.category, each.name))
+    return others_us > LEAST_AFTER * sum(operation.duration_us for operation in once)
 
 
 def find_repetition(names: list[str]) -> tuple[int, int, int]:
