@@ -12,7 +12,7 @@ from counterpoint.analysis.combine import combine
 from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.values import Analysis, Cause, ExposedInterval, RankAnalysis, Recoverable, TracedCollective
 from counterpoint.errors import AnalysisError
-from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, traced
+from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, step_of, traced
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 
@@ -235,6 +235,16 @@ def test_the_verdict_where_nothing_is_exposed(
 def test_a_trace_without_communication_may_have_kernels_that_no_rule_knows() -> None:
     (line,) = combine([rank_of(0, [], world_size=1)]).headline.next
     assert "--rules" in line
+
+
+def test_communication_of_steps_that_were_left_out_is_in_the_verdict() -> None:
+    rank = rank_of(0, [traced(0, 0, 0, 100)], world_size=1)
+    silent = step_of(0, 2, [], [], is_steady=True)
+    headline = combine([replace(rank, steps=(replace(rank.steps[0], is_steady=False), silent))]).headline
+    assert headline.verdict == (
+        "UNKNOWN: the steady steps of rank 0 do not communicate, but 1 of all 2 steps do, for 100 us, and were left out."
+    )
+    assert headline.next == ("If the job accumulates gradients, call profiler.step() once per optimizer step.",)
 
 
 def test_communication_that_nothing_hides_is_exposed_however_long_the_step_is() -> None:

@@ -1,5 +1,6 @@
 """Steps as the GPU ran them: their windows, which one is steady, and what ran in it."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.traces import read_trace
 from counterpoint.traces.formats import read_activity
 from counterpoint.traces.steady import divide_into_steps
-from helpers.trace_builder import MATMUL, TraceBuilder
+from helpers.trace_builder import MATMUL, NCCL, TraceBuilder
 
 
 def running_ahead() -> TraceBuilder:
@@ -119,6 +120,46 @@ def test_idle_time_after_the_last_step_ends_with_the_next_operation(tmp_path: Pa
     trace = with_idle_time(3)
     trace.kernel("afterwards", 2550, 10, host=2995)
     assert divide_into_steps(read_activity(trace.write(tmp_path))).windows[-1] == (2100, 2550)
+
+
+def accumulating(pattern: str, collectives: dict[str, int]) -> TraceBuilder:
+    """A profiled step of a matmul of 100 us for each letter, with as many all-reduces of 50 us, all on one clock."""
+    trace = TraceBuilder()
+    begin = 0.0
+    for letter in pattern:
+        trace.step(begin, begin + 99)
+        trace.kernel(MATMUL, begin + 10, 100, host=begin + 1)
+        for place in range(collectives[letter]):
+            trace.collective(begin + 110 + 50 * place, 50, host=begin + 2 + place)
+        begin += 110 + 50 * collectives[letter]
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("pattern", "collectives", "joined"),
+    [
+        ("aaabaaab", {"a": 0, "b": 1}, ["aaab", "aaab"]),
+        ("abaaabaaab", {"a": 0, "b": 1}, ["aaab", "aaab"]),
+        ("abaaabaa", {"a": 0, "b": 1}, ["abaa", "abaa"]),
+        ("baaab", {"a": 0, "b": 1}, ["aaab"]),
+        ("aaaba", {"a": 0, "b": 1}, ["aaab"]),
+        ("ab", {"a": 0, "b": 1}, ["ab"]),
+        ("abab", {"a": 2, "b": 3}, ["ab", "ab"]),
+        ("aba", {"a": 2, "b": 3}, ["a", "b", "a"]),
+        ("a" * 9 + "b" + "a" * 9 + "b", {"a": 6, "b": 7}, ["a"] * 9 + ["b"] + ["a"] * 9 + ["b"]),
+        ("aaaaa", {"a": 2}, ["a"] * 5),
+    ],
+)
+def test_micro_batches_count_as_one_step_where_only_some_communicate(
+    tmp_path: Path, pattern: str, collectives: dict[str, int], joined: list[str]
+) -> None:
+    found = read_activity(accumulating(pattern, collectives).write(tmp_path))
+    steps = divide_into_steps(found)
+    counts = [Counter(found.operations[index].name for index in step) for step in steps.steps]
+    assert [(count[MATMUL], count[NCCL]) for count in counts] == [
+        (len(letters), sum(collectives[letter] for letter in letters)) for letters in joined
+    ]
+    assert any("count as one step" in note for note in steps.notes) == (max(map(len, joined)) > 1)
 
 
 @pytest.mark.parametrize(("head", "num_steps"), [("head", 1), ("layer", 8)])

@@ -49,9 +49,7 @@ def headline(
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())
     if analysis.communication_us <= 0:
-        unnamed = "If the job has collectives, no rule knows the names of their kernels: name these in a file for --rules."
-        verdict = f"No communication in {_scope(analysis)}."
-        return Headline(verdict=verdict, why=(), next=(unnamed, *_next_lines(analysis)))
+        return _without_communication(analysis)
     share = analysis.exposed_us / analysis.step_us
     of_step = f"{format_us(analysis.exposed_us)} of {format_us(analysis.step_us)}"
     if unknown:
@@ -69,6 +67,22 @@ def headline(
         why=_why_lines(analysis, collectives, exposed),
         next=_next_lines(analysis),
     )
+
+
+def _without_communication(analysis: Analysis) -> Headline:
+    """Return the headline where steady steps do not communicate: the job does not at all, or other steps of it do."""
+    steps = [step for rank in analysis.ranks for step in rank.steps]
+    others_us = [step.communication_us for step in steps if step.communication_us > 0]
+    if others_us:
+        verdict = (
+            f"UNKNOWN: the steady steps of {_scope(analysis)} do not communicate, but {len(others_us)} of all {len(steps)} "
+            f"steps do, for {format_us(sum(others_us))}, and were left out."
+        )
+        remedy = "If the job accumulates gradients, call profiler.step() once per optimizer step."
+    else:
+        verdict = f"No communication in {_scope(analysis)}."
+        remedy = "If the job has collectives, no rule knows the names of their kernels: name these in a file for --rules."
+    return Headline(verdict=verdict, why=(), next=(remedy, *_next_lines(analysis)))
 
 
 def _scope(analysis: Analysis) -> str:

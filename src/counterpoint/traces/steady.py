@@ -2,10 +2,12 @@
 
 An operation belongs to the step in which the host launched it, not to the one in which the GPU ran it, because the host
 is often many milliseconds ahead. Steps come from the profiler's `ProfilerStep#` annotations; without them, or without any
-launch, from the repetition of kernel names; otherwise the whole trace is one step. A step's time on the GPU is its window,
-and everything that runs in the window counts, whatever step it belongs to. The steady step is chosen among the steps with
-the most common set of operations (on any streams) whose windows hold what the steps themselves launched. It has their median
-makespan.
+launch, from the repetition of kernel names; otherwise the whole trace is one step. Annotated micro-batches of one step are
+joined (`micro_batches`).
+
+A step's time on the GPU is its window, and everything that runs in the window counts, whatever step it belongs to. The
+steady step is chosen among the steps with the most common set of operations (on any streams) whose windows hold what the
+steps themselves launched. It has their median makespan.
 """
 
 import math
@@ -17,6 +19,7 @@ from itertools import pairwise
 from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
+from counterpoint.traces.micro_batches import join_micro_batches
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
@@ -70,6 +73,7 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         TraceError,
         f"{trace.path}: no GPU operation was launched inside a profiled step; call profiler.step() once per iteration.",
     )
+    steps, joined = join_micro_batches(trace, steps) if is_annotated else (steps, [])
     windows = _windows(trace, steps)
     ran = _ran_within(trace, windows)
     makespans = [_span_us(trace, inside, window) for inside, window in zip(ran, windows, strict=True)]
@@ -82,7 +86,7 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
         makespans_us=tuple(makespans),
         steady_ran=tuple(ran[steady]),
         alike=tuple(alike if _are_most(len(alike), len(steps)) else range(len(steps))),
-        notes=(*notes, *note),
+        notes=(*notes, *joined, *note),
     )
 
 
