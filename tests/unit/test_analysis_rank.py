@@ -200,6 +200,25 @@ def test_steps_with_other_operations_are_not_steady_where_half_of_all_are_alike(
     assert ("left out" in " ".join(analysis.notes)) == (len(steady) == 1)
 
 
+@pytest.mark.parametrize(("num_steps", "steady"), [(3, [0, 1, 2]), (6, [1, 2, 3, 4])])
+def test_communication_that_runs_a_step_ahead_counts_as_often_as_steps_launch_it(
+    tmp_path: Path, num_steps: int, steady: list[int]
+) -> None:
+    """The first window holds two steps' communication, and the last one none."""
+    trace = TraceBuilder()
+    for number in range(num_steps):
+        trace.step(10.0 * number, 10.0 * number + 10)
+    for number in range(num_steps):
+        trace.collective(100.0 * number - 85 if number else 1, 60 if number else 4, host=10.0 * number + 1)
+        trace.kernel(MATMUL, 100.0 * number + 5, 90, host=10.0 * number + 2)
+    analysis = analyze(trace, tmp_path)
+    assert [step.step for step in analysis.steps if step.is_steady] == steady
+    total_us = sum(each.end_us - each.start_us for each in analysis.collectives)
+    mean_us = combine([analysis]).communication_us
+    assert mean_us == pytest.approx(60 if num_steps == 6 else total_us / num_steps)
+    assert any(note.startswith("Communication runs ahead of the computation: 2 of") for note in analysis.notes)
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [

@@ -69,7 +69,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
     )
     steady = tuple(windows[step.step] for step in steps if step.is_steady)
     detailed = _evenly_spaced(steady)
-    shown = representative(steps)
+    shown = representative(steps, found_windows)
     lanes, names = draw_lanes(timed, roles, windows[shown.step])
     untrusted = _untrusted(timed)
     return RankAnalysis(

@@ -25,12 +25,13 @@ MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
-    """Windows of the steps in nanoseconds, the numbers of those `alike` in their operations, the steps themselves if they
-    can be told, and what is and is not known.
+    """Windows of the steps in nanoseconds, the numbers of those `alike` in their operations and of those of them that are
+    `whole` (`TracedSteps`), the steps themselves if they can be told, and what is and is not known.
     """
 
     windows: tuple[Span, ...]
     alike: tuple[int, ...] = (0,)
+    whole: tuple[int, ...] = (0,)
     steps: TracedSteps | None = None
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -49,20 +50,41 @@ class BusyTimes(Value, frozen=True, kw_only=True):
 
 def find_windows(timed: TimedTrace) -> RankWindows:
     """Return the window of each step; if no step can be told, the whole trace as one window, and a problem."""
-    whole = (0, timed.sorted_ends[-1])
+    everything = (0, timed.sorted_ends[-1])
     try:
         steps = divide_into_steps(timed.trace)
     except TraceError as problem:
-        return RankWindows(windows=(whole,), problems=(f"The whole trace counts as one step. {problem}",))
+        return RankWindows(windows=(everything,), problems=(f"The whole trace counts as one step. {problem}",))
     spans = [(timed.to_ns(start), timed.to_ns(end)) for start, end in steps.windows]
     numbers = [number for number, span in enumerate(spans) if span[0] < span[1]]
     windows = tuple(spans[number] for number in numbers)
-    common = set(steps.alike)
-    alike = tuple(place for place, number in enumerate(numbers) if number in common)
+    alike, whole = (
+        tuple(place for place, number in enumerate(numbers) if number in chosen) for chosen in (steps.alike, steps.whole)
+    )
     problems = () if len(windows) == len(spans) else (f"{len(spans) - len(windows)} steps have no GPU time of their own.",)
     if not windows:
-        return RankWindows(windows=(whole,), problems=("The whole trace counts as one step, because no step has GPU time.",))
-    return RankWindows(windows=windows, alike=alike, steps=steps, notes=steps.notes, problems=problems)
+        return RankWindows(
+            windows=(everything,), problems=("The whole trace counts as one step, because no step has GPU time.",)
+        )
+    notes = (*steps.notes, *_notes_on_neighbors(alike, whole))
+    return RankWindows(windows=windows, alike=alike, whole=whole, steps=steps, notes=notes, problems=problems)
+
+
+def _notes_on_neighbors(alike: Sequence[int], whole: Sequence[int]) -> list[str]:
+    """Return a note if a stream runs so far ahead that some windows hold other steps' communication instead of their own."""
+    if len(whole) == len(alike):
+        return []
+    found = f"{len(alike) - len(whole)} of {len(alike)} steps have other steps' communication in their time on the GPU"
+    so = "they were left out" if _are_enough(whole, alike) else "so figures are means over all steps, the first one included"
+    return [f"Communication runs ahead of the computation: {found}; {so}."]
+
+
+def _are_enough(whole: Sequence[int], alike: Sequence[int]) -> bool:
+    """Return whether figures can be means over the windows that hold their own communication.
+
+    If these are few, only all windows together hold what all steps launched.
+    """
+    return 2 * len(whole) >= len(alike)
 
 
 def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
@@ -84,7 +106,8 @@ def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
 
 def find_figures(timed: TimedTrace, busy: BusyTimes, found: RankWindows) -> tuple[StepFigures, ...]:
     """Return the figures of every step, with the steady ones marked."""
-    steady = steady_steps([end - start for start, end in found.windows], found.alike)
+    makespans = [end - start for start, end in found.windows]
+    steady = steady_steps(makespans, found.whole) if _are_enough(found.whole, found.alike) else set(found.alike)
     return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(found.windows))
 
 
@@ -92,17 +115,18 @@ def steady_steps(makespans: Sequence[int], alike: Iterable[int]) -> set[int]:
     """Return the steps `alike` but outliers and, of three or more steps, the first, which runs with a cold profiler."""
     warm = range(1, len(makespans)) if len(makespans) > 2 else range(len(makespans))
     common = set(alike)
-    kept = [step for step in warm if step in common] or list(warm)
+    kept = [step for step in warm if step in common] or sorted(common) or list(warm)
     middle = median(makespans[step] for step in kept)
     spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
     limit = max(SPREADS_OF_OUTLIERS * spread, LEAST_OUTLIER * middle)
     return {step for step in kept if abs(makespans[step] - middle) <= limit} or set(kept)
 
 
-def representative(steps: Sequence[StepFigures]) -> StepFigures:
-    """Return the steady step with the median makespan, or the shorter of two."""
-    steady = sorted((step for step in steps if step.is_steady), key=lambda step: (step.makespan_us, step.step))
-    return steady[(len(steady) - 1) // 2]
+def representative(steps: Sequence[StepFigures], found: RankWindows) -> StepFigures:
+    """Return the steady step with the median makespan, or the shorter of two, one that is whole if possible."""
+    steady = [step for step in steps if step.is_steady]
+    chosen = [step for step in steady if step.step in found.whole] or steady
+    return sorted(chosen, key=lambda step: (step.makespan_us, step.step))[(len(chosen) - 1) // 2]
 
 
 def _figures(timed: TimedTrace, busy: BusyTimes, step: int, window: Span, is_steady: bool) -> StepFigures:

@@ -44,9 +44,9 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     long as the GPU at least is after another step. Operations in a window may belong to a neighboring step: a stream that
     waits for nothing can be a step ahead.
 
-    `makespans_us` cover everything that ran in the windows. `steady_ran` are the numbers of the operations that ran in the
-    steady step's window, at least in part. `alike` are the steps that run the same operations, or all steps if fewer than
-    half of them do.
+    `makespans_us` cover everything that ran in the windows, without idle time at the end. `steady_ran` are the numbers of
+    the operations that ran in the steady step's window, at least in part. `alike` are the steps that run the same
+    operations, or all steps if fewer than half of them do. `whole` are those whose windows hold their own communication.
     """
 
     steps: tuple[tuple[int, ...], ...]
@@ -55,6 +55,7 @@ class TracedSteps(Value, frozen=True, kw_only=True):
     makespans_us: tuple[float, ...]
     steady_ran: tuple[int, ...]
     alike: tuple[int, ...]
+    whole: tuple[int, ...]
     notes: tuple[str, ...]
 
     @property
@@ -78,14 +79,17 @@ def divide_into_steps(trace: ActivityTrace) -> TracedSteps:
     ran = _ran_within(trace, windows)
     makespans = [_span_us(trace, inside, window) for inside, window in zip(ran, windows, strict=True)]
     alike, note = _alike(trace, steps)
-    steady = _median_of(_whole(trace, steps, windows, alike), makespans)
+    strange = _strange(trace, steps, windows)
+    steady = _median_of(_least_strange(steps, strange, alike), makespans)
+    comparable = alike if _are_most(len(alike), len(steps)) else range(len(steps))
     return TracedSteps(
         steps=tuple(tuple(step) for step in steps),
         steady=steady,
         windows=_with_last_gap(trace, windows, ran, alike),
         makespans_us=tuple(makespans),
         steady_ran=tuple(ran[steady]),
-        alike=tuple(alike if _are_most(len(alike), len(steps)) else range(len(steps))),
+        alike=tuple(comparable),
+        whole=tuple(_whole(trace, steps, strange, comparable)),
         notes=(*notes, *joined, *note),
     )
 
@@ -111,10 +115,10 @@ def _are_most(num_alike: int, num_steps: int) -> bool:
     return 2 * num_alike >= num_steps
 
 
-def _whole(
-    trace: ActivityTrace, steps: Sequence[Sequence[int]], windows: Sequence[tuple[float, float]], alike: list[int]
-) -> list[int]:
-    """Return those of the steps `alike` whose windows have the fewest missing operations and operations of other steps.
+def _strange(
+    trace: ActivityTrace, steps: Sequence[Sequence[int]], windows: Sequence[tuple[float, float]]
+) -> list[Counter[str]]:
+    """Return, for each step, the names of its operations missing in its window, and of other steps' operations in it.
 
     If a stream runs a step ahead, it does the work of two steps in the first window, and none in the last.
     """
@@ -125,12 +129,32 @@ def _whole(
         place = bisect_right(starts, start_us) - 1
         if place >= 0 and start_us <= windows[place][1]:
             started[place].append(operation.name)
-    strange = {}
-    for number in alike:
-        own, ran = Counter([trace.operations[index].name for index in steps[number]]), Counter(started[number])
-        strange[number] = ((own - ran) + (ran - own)).total()
-    least = max(min(strange.values()), STRANGE_SHARE * len(steps[alike[0]]))
-    return [number for number in alike if strange[number] <= least]
+    found = []
+    for step, names in zip(steps, started, strict=True):
+        own, ran = Counter([trace.operations[index].name for index in step]), Counter(names)
+        found.append((own - ran) + (ran - own))
+    return found
+
+
+def _least_strange(steps: Sequence[Sequence[int]], strange: Sequence[Counter[str]], alike: list[int]) -> list[int]:
+    """Return those of the steps `alike` whose windows have the fewest missing operations and operations of other steps."""
+    counts = {number: strange[number].total() for number in alike}
+    least = max(min(counts.values()), STRANGE_SHARE * len(steps[alike[0]]))
+    return [number for number in alike if counts[number] <= least]
+
+
+def _whole(
+    trace: ActivityTrace, steps: Sequence[Sequence[int]], strange: Sequence[Counter[str]], alike: Iterable[int]
+) -> list[int]:
+    """Return those of the steps `alike` whose windows hold their own communication, or nearly so."""
+    communicates = [is_communication(operation.category, operation.name) for operation in trace.operations]
+    names = {operation.name for operation, does in zip(trace.operations, communicates, strict=True) if does}
+    return [
+        number
+        for number in alike
+        if sum(count for name, count in strange[number].items() if name in names)
+        <= STRANGE_COMMUNICATION * sum(communicates[index] for index in steps[number])
+    ]
 
 
 def _median_of(numbers: list[int], makespans: list[float]) -> int:
