@@ -12,7 +12,7 @@ from counterpoint.integrations.planned_paths import applied_in_job, planned_path
 from counterpoint.plan import Directive, Match, Plan, save_plan
 from counterpoint.step import Collective, CollectiveKind, Dependency, Operation, Step, UnevenParts
 from counterpoint.units import MIB
-from helpers.command import TRACES, counterpoint
+from helpers.command import TRACES, counterpoint, refusal
 from helpers.toy_steps import kernel, step_of
 
 GATHERS = Match(kind="communication", collective="all_gather")
@@ -167,3 +167,12 @@ def test_run_says_before_the_job_starts_what_of_a_plan_it_ignores(has_more: bool
     ended = counterpoint("run", "--plan", tmp_path / "plan.toml", "--", "echo", "started")
     assert (ended.returncode, ended.stdout) == ((0, "started\n") if has_more else (2, ""))
     assert "'all_gather in process group fsdp': it goes by process_group" in ended.stderr.splitlines()[0]
+
+
+def test_a_reason_that_holds_for_several_directives_is_told_once(tmp_path: Path) -> None:
+    narrow = [asked(match(collective="all_gather", process_group=name)) for name in ("fsdp", "tp", "cp")]
+    save_plan(Plan(verdict="GAIN", directives=tuple(narrow)), tmp_path / "plan.toml")
+    said = refusal("run", "--plan", tmp_path / "plan.toml", "--", "echo", "started")
+    assert "'all_gather in process group fsdp' and 2 more: it goes by process_group" in said
+    assert said.count("add --step TRACE") == 1
+    assert len(said) < 400

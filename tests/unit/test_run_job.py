@@ -223,7 +223,7 @@ def test_a_plan_of_which_nothing_can_be_applied_is_refused_before_the_job_starts
             ended = run("--plan", plan, *options, "--", "echo", "started")
             assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
             assert len(ended.stderr.splitlines()) == 1
-            assert "can apply no control of this plan" in ended.stderr
+            assert "can get no control of this plan" in ended.stderr
             assert words in ended.stderr
 
 
@@ -246,7 +246,7 @@ def test_a_plan_that_can_be_applied_in_part_says_at_the_start_what_is_left_out(d
     assert ended.returncode == 3
     assert ended.stdout == "[-5, -5, -5]\n"
     lines = ended.stderr.splitlines()
-    assert "does not apply all of this plan" in lines[0]
+    assert "does not get all of this plan" in lines[0]
     assert "async_op=True" in lines[0]
     assert lines[1] == "began"
     assert "only the job knows what needs the result" in " ".join(ended.stderr.split("began")[1].split())

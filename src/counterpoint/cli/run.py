@@ -34,7 +34,10 @@ NO_CONTROL_PAYS = (
 @argument("command", metavar="-- COMMAND...", nargs=-1, required=True, help="The command that starts the job.")
 @file_option("--plan", help="A plan that `tune` or `run` saved (.toml).")
 @click.option(
-    "--step", metavar="STEP", help="The trace that the plan was made from. A plan needs it if it names operations by number."
+    "--step",
+    metavar="STEP",
+    help="The trace that the plan was made from. A plan needs it if it names operations by number, or collectives by "
+    "process group or size.",
 )
 @click.option("--tune", is_flag=True, help="Try controls while the job runs, and keep those that make its steps faster.")
 @output_option("With --tune: save the plan that was found (.toml).")

@@ -116,7 +116,7 @@ def _obstacle(match: Match, control: Control, kinds: set[CollectiveKind]) -> str
     ignored = narrowing_keys(match)
     if ignored:
         names = " and ".join(ignored)
-        return f"it goes by {names}, and {BY_KIND}; take {names} out, or give the trace from which the plan was made: --step"
+        return f"it goes by {names}, and {BY_KIND}; add --step TRACE, from which the plan was made, or match by kind alone"
     return _obstacle_to_copies(control, kinds)
 
 

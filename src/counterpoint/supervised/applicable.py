@@ -32,15 +32,21 @@ def check_applicable(plan: Plan, translation: Translation, paths: Paths, *, keep
     shown = "; ".join(left_out[:NUM_SHOWN])
     more = f"; and {len(left_out) - NUM_SHOWN} more" if len(left_out) > NUM_SHOWN else ""
     if not plan_variables(plan) and paths == LIBRARY and all(rule.is_collective for rule in translation.rules):
-        raise PlanError(f"`run` can apply no control of this plan: {shown}{more}. Start the job without it, or use --tune.")
-    return f"`run` does not apply all of this plan: {shown}{more}"
+        raise PlanError(
+            f"A job can get no control of this plan: {shown}{more}. Otherwise start it without the plan, or `run --tune`."
+        )
+    return f"A job does not get all of this plan: {shown}{more}"
 
 
 def _not_applied(plan: Plan, translation: Translation) -> list[str]:
-    """Return each control that is not applied, its targets, and why or what to do instead."""
+    """Return each control that is not applied, its targets, and why or what to do instead; each reason once."""
     controls = [control for directive in plan.directives for control in directive.controls]
     found = [f"{control.tag}: {control.refused_by['job']}" for control in controls if "job" in control.refused_by]
-    found += [f"{refusal.control} on '{readable(refusal.target)}': {refusal.reason}" for refusal in translation.refusals]
+    targets: dict[tuple[str, str], list[str]] = {}
+    for refusal in translation.refusals:
+        targets.setdefault((refusal.control, refusal.reason), []).append(readable(refusal.target))
+    for (control, reason), (first, *others) in targets.items():
+        found.append(f"{control} on '{first}'{f' and {len(others)} more' if others else ''}: {reason}")
     return list(dict.fromkeys(found))
 
 
