@@ -8,21 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.controls import Priority, Transport
+from counterpoint.controls import CommunicationCtas, Control, Priority, Transport
 from counterpoint.errors import LaunchFilterError
 from counterpoint.plan import Directive, Match, Plan, save_plan
 from counterpoint.supervised.launchers import LAUNCHERS, check_outer_launcher
 from helpers.build_filter import build_double
-from helpers.command import counterpoint, refusal
+from helpers.command import TRACES, counterpoint, refusal
 
+IN_A_GROUP = Match(kind="communication", collective="all_gather", process_group="default_pg")
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "launches.py"
+
+
+def saved(path: Path, match: Match, control: Control) -> Path:
+    save_plan(Plan(verdict="GAIN", directives=(Directive(match=match, controls=(control,), reason="test"),)), path)
+    return path
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    directive = Directive(match=Match(kind="communication"), controls=(Priority(priority=-5),), reason="test")
-    save_plan(Plan(verdict="GAIN", directives=(directive,)), tmp_path / "plan.toml")
-    return tmp_path / "plan.toml"
+    return saved(tmp_path / "plan.toml", Match(kind="communication"), Priority(priority=-5))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -54,6 +58,7 @@ def test_what_is_printed_is_in_the_launchers_own_language_and_holds_the_job(
         (("--for", "pbs"), "'pbs' is no launcher that is known here"),
         (("--for", "ray", "--folder", "x"), "ray needs none"),
         (("--for", "container", "--folder", "x"), "Add --plan FILE"),
+        (("--for", "mpi", "--step", "cb_ar_opt2"), "Add --plan FILE"),
         (("--proof", "/nowhere"), "/nowhere holds no settings.json"),
         (("--for", "mpi", "--plan", "/nowhere.toml"), "Cannot read /nowhere.toml"),
     ],
@@ -87,10 +92,39 @@ def test_a_folder_has_all_that_a_job_without_counterpoint_needs_and_is_read_for_
 
 def test_a_plan_that_the_filter_alone_cannot_apply_is_refused(tmp_path: Path) -> None:
     match = Match(kind="communication", collective="all_gather")
-    directive = Directive(match=match, controls=(Transport(transport="copy_engine"),), reason="test")
-    save_plan(Plan(verdict="GAIN", directives=(directive,)), tmp_path / "copies.toml")
-    said = refusal("env", "--for", "container", "--plan", tmp_path / "copies.toml", "--folder", tmp_path / "new")
-    assert "moves collectives by copies" in said
+    copies = saved(tmp_path / "copies.toml", match, Transport(transport="copy_engine"))
+    assert "moves collectives by copies" in refusal("env", "--for", "container", "--plan", copies, "--folder", "new")
+
+
+def test_no_folder_is_filled_for_a_plan_of_which_nothing_would_take_effect(tmp_path: Path) -> None:
+    narrow = saved(tmp_path / "narrow.toml", IN_A_GROUP, Transport(transport="copy_engine"))
+    save_plan(Plan(verdict="NO_GAIN"), tmp_path / "empty.toml")
+    for plan, says in ((narrow, "can get no control of this plan"), (tmp_path / "empty.toml", "leaves everything as it is")):
+        assert says in refusal("env", "--for", "container", "--plan", plan, "--folder", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_names_the_variables_of_the_plan_and_takes_names_from_the_step(tmp_path: Path) -> None:
+    limit = saved(tmp_path / "limit.toml", Match(kind="communication"), CommunicationCtas(max_ctas=8))
+    done = counterpoint("env", "--for", "container", "--plan", limit, "--folder", tmp_path / "limited")
+    assert "-e NCCL_MAX_CTAS=8" in done.stdout, done.stderr
+    by_number = saved(tmp_path / "number.toml", Match(operations=(1,)), Priority(priority=-5))
+    options = ("--for", "container", "--plan", by_number, "--folder", tmp_path / "numbered")
+    assert "--step TRACE" in refusal("env", *options)
+    assert counterpoint("env", *options, "--step", "cb_ar_opt2").returncode == 0
+    assert "nothing was changed" in counterpoint("env", "--proof", tmp_path / "numbered").stdout
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_plan_that_needs_its_trace_is_started_with_it(launcher: str, tmp_path: Path) -> None:
+    narrow = saved(tmp_path / "narrow.toml", IN_A_GROUP, Transport(transport="copy_engine"))
+    assert "add --step TRACE" in refusal("env", "--for", launcher, "--plan", narrow)
+    trace = TRACES / "fsdp2.rank0.json.gz"
+    done = counterpoint("env", "--for", launcher, "--plan", narrow, "--step", trace)
+    assert done.returncode == 0, done.stderr
+    is_mounted = launcher in ("container", "kubernetes")
+    assert str(trace) in done.stdout
+    assert ("/counterpoint/step.json.gz" if is_mounted else f"--step {trace}") in done.stdout
 
 
 @pytest.mark.parametrize(

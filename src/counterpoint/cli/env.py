@@ -1,5 +1,6 @@
 """The command `env`: prints the lines with which a launcher starts a job under Counterpoint."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from counterpoint.errors import CounterpointError, shown
 
 if TYPE_CHECKING:
     from counterpoint.supervised.launchers import Launcher
+    from counterpoint.supervised.run import RunRequest
 
 
 @click.command(
@@ -23,13 +25,22 @@ if TYPE_CHECKING:
 @argument("command", metavar="[-- COMMAND...]", nargs=-1, help="The command of the job.  [default: a placeholder]")
 @click.option("--for", "launcher", metavar="LAUNCHER", help="slurm, kubernetes, ray, mpi or container.  [required]")
 @file_option("--plan", help="The plan to apply (.toml).  [default: tune while the job runs]")
+@click.option("--step", metavar="STEP", help="The trace that the plan was made from, as `run` takes it.  [default: none]")
 @file_option(
     "--folder",
     metavar="FOLDER",
     help="With --for container or kubernetes: fill a folder for an image without Counterpoint.  [default: none]",
 )
 @file_option("--proof", metavar="FOLDER", help="Print what took effect in jobs that used such a folder.  [default: none]")
-def env(command: tuple[str, ...], launcher: str | None, plan: Path | None, folder: Path | None, proof: Path | None) -> None:
+def env(
+    command: tuple[str, ...],
+    *,
+    launcher: str | None,
+    plan: Path | None,
+    step: str | None,
+    folder: Path | None,
+    proof: Path | None,
+) -> None:
     """Print how Slurm, Kubernetes, Ray, MPI or a container starts a job.
 
     The commands, variables, mounts or patch that are printed start COMMAND under `counterpoint run`.
@@ -38,16 +49,27 @@ def env(command: tuple[str, ...], launcher: str | None, plan: Path | None, folde
         _prove(proof)
         return
     chosen = _launcher(launcher)
+    if step is not None and plan is None:
+        raise CounterpointError("--step goes with a plan. Add --plan FILE, or leave out --step.")
     if folder is not None:
-        _fill(folder, chosen, plan)
+        _fill(folder, chosen, plan, step)
         return
-    from counterpoint.plan import load_plan  # noqa: PLC0415  a fast --help
-    from counterpoint.supervised.launchers import JOB, LaunchRequest, describe_launch  # noqa: PLC0415
+    from counterpoint.supervised.launchers import JOB, LaunchRequest, describe_launch  # noqa: PLC0415  a fast --help
+    from counterpoint.supervised.run import check_plan  # noqa: PLC0415
 
-    if plan is not None:
-        load_plan(plan)
-    request = LaunchRequest(command=command or JOB, plan=plan.absolute() if plan is not None else None)
-    print(describe_launch(chosen, request))
+    if plan is not None and (asked := _request(plan, step)).is_filtered:
+        check_plan(asked)  # what `run` would refuse on every node is refused here
+    is_file = step is not None and os.path.exists(step)
+    named = os.path.abspath(step) if step is not None and is_file else step  # otherwise a workload's name
+    print(describe_launch(chosen, LaunchRequest(command=command or JOB, plan=plan and plan.absolute(), step=named)))
+
+
+def _request(plan: Path, step: str | None) -> "RunRequest":
+    from counterpoint.job import load_job  # noqa: PLC0415
+    from counterpoint.plan import load_plan  # noqa: PLC0415
+    from counterpoint.supervised.run import RunRequest  # noqa: PLC0415
+
+    return RunRequest(command=(), plan=load_plan(plan), step=load_job(step).step if step is not None else None)
 
 
 def _launcher(name: str | None) -> "Launcher":
@@ -62,19 +84,19 @@ def _launcher(name: str | None) -> "Launcher":
     raise CounterpointError(f"'{shown(name)}' is no launcher that is known here. Give --for with one of {known}.")
 
 
-def _fill(folder: Path, launcher: "Launcher", plan: Path | None) -> None:
-    from counterpoint.plan import load_plan  # noqa: PLC0415
+def _fill(folder: Path, launcher: "Launcher", plan: Path | None, step: str | None) -> None:
+    from counterpoint.supervised.applicable import plan_variables  # noqa: PLC0415
     from counterpoint.supervised.filled_folder import fill_folder  # noqa: PLC0415
     from counterpoint.supervised.launchers import describe_folder  # noqa: PLC0415
-    from counterpoint.supervised.run import RunRequest  # noqa: PLC0415
 
     if launcher not in ("container", "kubernetes"):
         raise CounterpointError(f"--folder is for images without Counterpoint, and {launcher} needs none. Leave it out.")
     if plan is None:
         raise CounterpointError("--folder needs a plan: nothing is tuned without `counterpoint run`. Add --plan FILE.")
     folder = folder.absolute()
-    library = fill_folder(folder, RunRequest(command=(), plan=load_plan(plan)))
-    print(describe_folder(folder, library))
+    request = _request(plan, step)
+    library = fill_folder(folder, request)
+    print(describe_folder(folder, library, plan_variables(request.plan)))
 
 
 def _prove(folder: Path) -> None:

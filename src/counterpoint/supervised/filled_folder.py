@@ -8,24 +8,31 @@ folder, so it must be on one host.
 import shutil
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
-from counterpoint.errors import LaunchFilterError, PlanError
+from counterpoint.errors import LaunchFilterError, PlanError, say
 from counterpoint.integrations.paths import LIBRARY
 from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock
 from counterpoint.launch_filter.library import filter_library
 from counterpoint.launch_filter.places import file_system_of
+from counterpoint.launch_filter.rules import Translation
 from counterpoint.supervised.process import Ended
-from counterpoint.supervised.run import RunOutcome, RunRequest, outcome_of, translate_plan
+from counterpoint.supervised.run import RunOutcome, RunRequest, check_plan, outcome_of
 from counterpoint.supervised.settings import SETTINGS_FILE, read_settings, write_settings
+from counterpoint.value import require, write_json, write_whole
+
+TRANSLATION_FILE = "translation.json"
 
 
 def fill_folder(folder: Path, request: RunRequest) -> Path:
     """Put the library and the plan's rules into an empty or new folder of this host; return the library's path in it.
 
-    Raises `LaunchFilterError` for an unusable folder, `PlanError` for a plan that needs more than the filter.
+    Raises `LaunchFilterError` for an unusable folder, `PlanError` for a plan that needs more than the filter, or of which
+    nothing would take effect.
     """
-    asked, settings = translate_plan(request)
+    require(request.is_filtered, PlanError, "The plan leaves everything as it is, so a job needs no folder. Start it alone.")
+    asked, settings, left_out = check_plan(request)
     if settings.given.paths != LIBRARY:
         raise PlanError(
             "The plan moves collectives by copies, which the launch filter alone cannot do. Put Counterpoint "
@@ -46,10 +53,13 @@ def fill_folder(folder: Path, request: RunRequest) -> Path:
         library.chmod(0o644)
         ControlBlock.write_initial(folder / INITIAL_BLOCK, asked.rules)
         write_settings(folder, replace(settings, guard_every_steps=0))
+        write_whole(folder / TRANSLATION_FILE, write_json(asked).encode())
     except OSError as problem:
         raise LaunchFilterError(
             f"Cannot write {folder}: {problem.strerror}; name a folder that you may write to."
         ) from problem
+    if left_out:
+        say(left_out)
     return library
 
 
@@ -59,10 +69,10 @@ def prove_folder(folder: Path) -> RunOutcome:
     """
     try:
         settings = read_settings(folder)
+        asked = msgspec.json.decode((folder / TRANSLATION_FILE).read_bytes(), type=Translation)
     except (OSError, ValueError) as problem:
         raise LaunchFilterError(
             f"{folder} holds no {SETTINGS_FILE} of this version; name one that `counterpoint env --folder` filled."
         ) from problem
     request = RunRequest(command=(), plan=settings.plan)
-    asked, _ = translate_plan(request)
     return outcome_of(folder, Ended(exit_status=0), request, (asked, settings))

@@ -18,6 +18,7 @@ import msgspec
 
 from counterpoint.doctor.command import OTHER_HOSTS
 from counterpoint.errors import LaunchFilterError, package_version
+from counterpoint.traces.formats import SUFFIXES
 
 Launcher = Literal["slurm", "kubernetes", "ray", "mpi", "container"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
@@ -31,19 +32,37 @@ SLURM_TORCHRUN = (
 CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
 MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
+MOUNT = "/counterpoint"  # the folder of the plan in a container
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's command, the plan to apply (None to tune), and the Python that has Counterpoint."""
+    """The job's command, the plan to apply (None to tune), and the Python that has Counterpoint.
+
+    `step` is what the plan was made from, if the job needs it: the absolute path of a file, or a workload's name.
+    """
 
     command: tuple[str, ...] = JOB
     plan: Path | None = None
+    step: str | None = None
     python: str = sys.executable
 
-    def supervised(self, python: str | None = None, plan: str | None = None) -> tuple[str, ...]:
-        """Return `counterpoint run` with the plan and the command, for this interpreter or another."""
-        given = plan or (str(self.plan) if self.plan is not None else None)
-        options = ("--plan", given) if given is not None else ("--tune", "-o", "plan.toml")  # the position of the job
+    def mounted(self) -> dict[str, str]:
+        """Return the files that `counterpoint run` reads, each with its path in a container."""
+        files = {str(self.plan): f"{MOUNT}/plan.toml"} if self.plan is not None else {}
+        if self.step is not None and os.path.isabs(self.step):
+            suffix = next((each for each in (*SUFFIXES, ".toml") if self.step.lower().endswith(each)), "")
+            files[self.step] = f"{MOUNT}/step{suffix}"
+        return files
+
+    def supervised(self, python: str | None = None, *, is_mounted: bool = False) -> tuple[str, ...]:
+        """Return `counterpoint run` with the plan and the command, for this interpreter or another, on the host or in a
+        container.
+        """
+        places = self.mounted() if is_mounted else {}
+        given = [(name, str(value)) for name, value in (("--plan", self.plan), ("--step", self.step)) if value is not None]
+        options = [word for name, value in given for word in (name, places.get(value, value))]
+        if not options:
+            options = ["--tune", "-o", "plan.toml"]  # the position of the job
         return (python or self.python, "-m", "counterpoint", "run", *options, "--", *self.command)
 
 
@@ -103,7 +122,7 @@ def _slurm(request: LaunchRequest) -> str:
     job = SLURM_TORCHRUN if request.command == JOB else shlex.join(request.command)
     return f"""\
 # In the batch script. One task per node; srun passes the environment on (sbatch(1), --export). Every node must see
-# {request.python} and the plan; the filter is copied to each node by itself.
+# {request.python} and the plan{" with its trace" if request.step else ""}; the filter is copied to each node by itself.
 #SBATCH --ntasks-per-node=1
 srun --export=ALL {prefix} \\
   {job}
@@ -149,18 +168,21 @@ run_config = RunConfig(worker_runtime_env={{"py_executable": {words!r}}})"""
 
 
 def _kubernetes(request: LaunchRequest) -> str:
-    plan = "/counterpoint/plan.toml" if request.plan is not None else None
-    command = request.supervised(python="python", plan=plan)
+    command = request.supervised(python="python", is_mounted=True)
     listed = "\n".join(f"            - {_yaml(word)}" for word in command)
-    volume = """
+    files = request.mounted()
+    volume = f"""
           volumeMounts:
-            - {name: counterpoint-plan, mountPath: /counterpoint, readOnly: true}
+            - {{name: counterpoint-plan, mountPath: {MOUNT}, readOnly: true}}
       volumes:
         - name: counterpoint-plan
-          configMap: {name: counterpoint-plan}"""
-    create = f"# kubectl create configmap counterpoint-plan --from-file=plan.toml={request.plan}\n"
+          configMap: {{name: counterpoint-plan}}"""
+    sources = "".join(f" --from-file={os.path.basename(there)}={shlex.quote(here)}" for here, there in files.items())
+    create = f"# kubectl create configmap counterpoint-plan{sources}\n"
+    if len(files) > 1:
+        create += f"# A ConfigMap holds 1 MiB. With a larger trace, mount another volume at {MOUNT}.\n"
     return f"""\
-{_image()}{create if plan else ""}\
+{_image()}{create if files else ""}\
 # Then a patch of the pod template, for a Job, a JobSet's or a PyTorchJob's replicas alike (name: the container's own name).
 # No library is mounted and no variable is set: `counterpoint run` does both in the container.
 spec:
@@ -169,14 +191,14 @@ spec:
       containers:
         - name: pytorch
           command:
-{listed}{volume if plan else ""}"""
+{listed}{volume if files else ""}"""
 
 
 def _container(request: LaunchRequest) -> str:
-    plan = "/counterpoint/plan.toml" if request.plan is not None else None
-    inside = shlex.join(request.supervised(python="python", plan=plan))
-    mount = f" \\\n  -v {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
-    bind = f" --bind {shlex.quote(str(request.plan))}:{plan}:ro" if plan else ""
+    inside = shlex.join(request.supervised(python="python", is_mounted=True))
+    mounts = [f"{shlex.quote(here)}:{there}:ro" for here, there in request.mounted().items()]
+    mount = "".join(f" \\\n  -v {each}" for each in mounts)
+    bind = "".join(f" --bind {each}" for each in mounts)
     return f"""\
 {_image()}# Docker, Podman (--ipc=host or --shm-size: NCCL and this run need more than 64 MiB of /dev/shm):
 docker run --gpus all --ipc=host{mount} IMAGE \\
@@ -190,12 +212,12 @@ apptainer exec --nv{bind} IMAGE.sif \\
 #   counterpoint env --for container --plan FILE --folder FOLDER"""
 
 
-def describe_folder(folder: Path, library: Path) -> str:
+def describe_folder(folder: Path, library: Path, settings: Mapping[str, str]) -> str:
     """Return the variables and mounts of a folder that `fill_folder` filled, for containers whose image lacks
-    Counterpoint.
+    Counterpoint; `settings` are variables that the plan asks for.
     """
     place = shlex.quote(str(folder))
-    variables = {"LD_PRELOAD": str(folder / library.name), "COUNTERPOINT_FILTER_DIRECTORY": str(folder)}
+    variables = {"LD_PRELOAD": str(folder / library.name), "COUNTERPOINT_FILTER_DIRECTORY": str(folder), **settings}
     docker = " ".join(f"-e {name}={shlex.quote(value)}" for name, value in variables.items())
     apptainer = ",".join(f"{name}={value}" for name, value in variables.items())
     lines = "\n".join(f"  - {{name: {name}, value: {_yaml(value)}}}" for name, value in variables.items())

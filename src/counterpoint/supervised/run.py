@@ -123,8 +123,7 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         return RunOutcome(ended=_start(request.command, dict(os.environ), signals), is_filtered=False)
     check_outer_launcher(request.command, os.environ)
     check_command(executable)
-    translation, settings = translate_plan(request)
-    left_out = check_applicable(request.plan, translation, settings.given.paths, keeps_bits=request.keeps_bits)
+    translation, settings, left_out = check_plan(request)
     library = filter_library()
     if left_out:
         say(left_out)
@@ -150,8 +149,17 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
         ) from problem
 
 
-def translate_plan(request: RunRequest) -> tuple[Translation, LiveSettings]:
-    """Return what the plan asks of the filter, and the agent's settings. Raises `PlanError`."""
+def check_plan(request: RunRequest) -> tuple[Translation, LiveSettings, str]:
+    """Return what the plan asks of the filter, the agent's settings, and one line on what a job does not get of the plan.
+
+    Raises `PlanError` for a plan of which a job would get nothing.
+    """
+    translation, settings = _translate(request)
+    left_out = check_applicable(request.plan, translation, settings.given.paths, keeps_bits=request.keeps_bits)
+    return translation, settings, left_out
+
+
+def _translate(request: RunRequest) -> tuple[Translation, LiveSettings]:
     translation = translate(request.plan, request.step)
     planned = planned_paths(request.plan.directives, request.step)
     settings = LiveSettings(
