@@ -3,8 +3,9 @@ job.
 
 The GPUs are queried in a process with the job's variables, so CUDA_VISIBLE_DEVICES applies. Versions are those of the
 interpreter that the command would run; if it is another one than this, it is asked for its packages and nothing else.
-Both queries have a time limit. The command's first program must be on this machine, as for `counterpoint run`. What a
-wrapper, a launcher or an interpreter starts may be in a container or on other nodes, so it is not looked up.
+Both queries have a time limit. The command's first program must be on this machine, as for `counterpoint run`, unless it is
+a launcher or wrapper whose words are known: then its absence is told. What a wrapper, a launcher or an interpreter starts
+may be in a container or on other nodes, so it is not looked up.
 """
 
 import os
@@ -20,7 +21,7 @@ import msgspec
 from counterpoint.cuda.device_facts import kernel_module_version
 from counterpoint.cuda.plan_cache import cache_folder
 from counterpoint.doctor import versions_query
-from counterpoint.doctor.command import ReadCommand, read_command
+from counterpoint.doctor.command import LAUNCHERS, WRAPPERS, ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.job_context import JobCommand, JobContext, PreloadedLibrary, whole_number
 from counterpoint.errors import CounterpointError, JobContextError, LaunchFilterError
@@ -48,8 +49,7 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
     """
     outer = dict(os.environ if environment is None else environment)
     read = read_for(command, outer)
-    if command:
-        _check_program(read.first_word, read.first_path)
+    absent = _check_program(read) if command else ()
     inner = {name: value for name, value in outer.items() if not _is_followed(name)} | read.environment
     relevant = _relevant(read.environment)
     answer, driver_unknown = ask_driver(inner)
@@ -71,7 +71,7 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
         preloaded=read_preloaded(inner),
         **_filter_facts(read),
         job=read.job if command else None,
-        unknown=(*driver_unknown, *versions_unknown, *_missing_versions(versions, answer), *read.unknown),
+        unknown=(*driver_unknown, *absent, *versions_unknown, *_missing_versions(versions, answer), *read.unknown),
     )
 
 
@@ -115,17 +115,22 @@ def read_for(command: Sequence[str], outer: Mapping[str, str]) -> ReadCommand:
     return msgspec.structs.replace(read, job=msgspec.structs.replace(read.job, num_nodes=nodes), environment=kept)
 
 
-def _check_program(word: str, path: str | None) -> None:
-    """Raise `JobContextError` if a program cannot be started here, with the message of `counterpoint run`.
+def _check_program(read: ReadCommand) -> tuple[str, ...]:
+    """Return that a launcher or wrapper is not on this machine, unless what is said of the versions will tell.
 
-    `path` is the PATH in which it is searched, None if there is none; a message names it if the command changed it.
+    Raises `JobContextError` if another program cannot be started here, with the message of `counterpoint run`, which names
+    the PATH if the command changed it.
     """
+    word, path = read.first_word, read.first_path
     if word in SHELL_KEYWORDS:
-        return
+        return ()
     is_own = os.sep in word or path == os.environ.get("PATH")
     try:
         find_executable((word,), None if is_own else _searched(path))
+        return ()
     except LaunchFilterError as problem:
+        if word in (*LAUNCHERS, *WRAPPERS) and not os.path.exists(word):
+            return () if word == read.program_path else (f"{word}: it is not on the PATH of this machine",)
         elsewhere = "" if os.path.exists(word) else " For a command of another machine, add --context FILE."
         raise JobContextError(f"{problem}{elsewhere}") from problem
 
