@@ -89,6 +89,28 @@ def test_bad_sweep_files_are_one_line(tmp_path: Path, axes: str, says: str) -> N
     assert "\n" not in str(problem.value)
 
 
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ("tensor = [-1]", r"sweep: tensor must be from 1 to 16,777,216; found -1\."),
+        ("num_chunks = [1, 0]", r"num_chunks must be from 1 to .*; found 0\."),
+        ("global_batch = [2000000000]", r"global_batch must be from 1 to 1,073,741,824"),
+        ("machine = ['h100', 'nope']", r"'nope'"),
+    ],
+)
+def test_a_value_that_no_combination_could_have_is_an_error(tmp_path: Path, axes: str, says: str) -> None:
+    with pytest.raises(MachineError, match=says):
+        sweep_file(tmp_path, f"[sweep]\n{axes}\n")
+
+
+def test_memory_is_named_only_where_something_was_too_large(tmp_path: Path) -> None:
+    for axes, says in (("tensor = [7]", "No combination is possible"), ("recompute = ['none']", "Nothing fits in memory")):
+        sweep = sweep_file(tmp_path, f"[sweep]\n{axes}\nmicro_batch = [1]\nglobal_batch = [2048]\n")
+        out = io.StringIO()
+        print_sweep(Console(file=out, width=200), sweep, run_sweep(sweep, SweepStore(None)), [])
+        assert says in out.getvalue(), out.getvalue()
+
+
 def test_ray_that_is_missing_or_unreachable_and_odd_files_are_one_line(tmp_path: Path) -> None:
     sweep = sweep_file(tmp_path, "[sweep]\ntensor = [8]\n")
     with pytest.raises(DeviceError, match="ray"):

@@ -11,6 +11,8 @@ import msgspec
 
 from counterpoint.cluster.description import ClusterFile, Configuration
 from counterpoint.cluster.training import (
+    MAX_GLOBAL_BATCH,
+    MAX_SIZE,
     CompressionMethod,
     ControlName,
     PipelineKind,
@@ -18,7 +20,8 @@ from counterpoint.cluster.training import (
     Sharding,
 )
 from counterpoint.errors import CounterpointError, MachineError, package_version
-from counterpoint.sim.network import Algorithm
+from counterpoint.machine import load_machine
+from counterpoint.sim.network import MAX_NODES, Algorithm, check_range
 from counterpoint.value import Value, all_fields, read_toml, require
 
 MOST_COMBINATIONS = 1_000_000
@@ -39,6 +42,9 @@ TABLE_OF = {  # where a swept value belongs in a cluster file
     "controls": "training",
     "compression": "compression",
 }
+MOST = {"num_nodes": MAX_NODES, "global_batch": MAX_GLOBAL_BATCH} | dict.fromkeys(
+    ("tensor", "pipeline", "context", "expert", "num_chunks", "micro_batch"), MAX_SIZE
+)
 
 
 class Axes(Value, frozen=True, kw_only=True):
@@ -76,6 +82,8 @@ class Axes(Value, frozen=True, kw_only=True):
                 MachineError,
                 f"[sweep] {name} must name each value once; found {', '.join(str(value) for value in values)}.",
             )
+            for value in values if name in MOST else ():
+                check_range("sweep", name, value, 1, MOST[name])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +123,8 @@ def load_sweep(path: Path | str) -> SweepFile:
     try:
         base = ClusterFile(**tables)
         require(base.model is not None, MachineError, "a sweep needs [model] and [training]. Add them.")
+        for name in whole.sweep.machine:
+            load_machine(name)  # an unknown one is a mistake, not an impossible combination
     except CounterpointError as problem:
         raise MachineError(f"{path}: {problem}") from problem
     return SweepFile(base=base, axes=whole.sweep)

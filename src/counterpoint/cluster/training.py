@@ -12,6 +12,7 @@ from counterpoint.sim.network import check_range
 from counterpoint.value import Value, require
 
 MAX_SIZE = 1 << 24
+MAX_GLOBAL_BATCH = 1 << 30
 Sharding = Literal["none", "optimizer", "full", "hybrid"]
 PipelineKind = Literal["1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -209,7 +210,7 @@ class Training(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_range("training", "micro_batch", self.micro_batch, 1, MAX_SIZE)
-        check_range("training", "global_batch", self.global_batch, 1, 1 << 30)
+        check_range("training", "global_batch", self.global_batch, 1, MAX_GLOBAL_BATCH)
         check_range("training", "gradient_bytes", self.gradient_bytes, 1, 8)
         require(
             len(set(self.controls)) == len(self.controls),

@@ -35,7 +35,8 @@ def print_sweep(console: Console, sweep: SweepFile, rows: Sequence[SweepRow], be
         console.print(Text(f"  impossible, {count}: e.g. {printable(shown(problem, 160))}", style="dim"))
     console.print(Text(NEVER_COMPARED, style="dim"))
     if not best:
-        console.print(Text("Nothing fits in memory: raise tensor, pipeline, sharding or recompute in [sweep]."))
+        remedy = "Nothing fits in memory: raise tensor, pipeline, sharding or recompute in [sweep]."
+        console.print(Text(remedy if too_large else "No combination is possible. Name other values in [sweep]."))
         return
     console.print()
     _print_front(console, sweep.axes.names, best[:MOST_SHOWN])
