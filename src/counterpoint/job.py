@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, StepError, WorkloadError, shown, shown_path
+from counterpoint.errors import StepError, shown, shown_path
 from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
-from counterpoint.plan import load_plan
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
@@ -64,24 +63,7 @@ def load_job(
         return job_of(read_trace(source, on_progress=on_progress), machine_name, instead)
     if not is_workload:
         raise StepError(_why_no_job(source))
-    return Job(step=_described(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
-
-
-def _described(source: str) -> Step:
-    """Return a workload's step. Raises `StepError` for a plan, and `WorkloadError` for any other wrong file."""
-    try:
-        return load_workload(source)
-    except WorkloadError:
-        try:
-            load_plan(source)
-        except CounterpointError:
-            pass
-        else:
-            raise StepError(
-                f"'{shown_path(source)}' is a plan. Print it with `counterpoint plan show`, or simulate a step under it "
-                "with `counterpoint simulate STEP --plan`."
-            ) from None
-        raise
+    return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
 
 
 def names_function(source: str) -> bool:

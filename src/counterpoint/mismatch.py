@@ -1,16 +1,16 @@
-"""Explains why a file does not match its type: where, what belongs there, what was found, what to do next; and finds the
-name that a misspelt one most likely means.
+"""Explains why a file does not match its type: where, what belongs there, what was found, what to do next; tells the kinds
+of TOML files apart; and finds the name that a misspelt one most likely means.
 
 The decoder's message names the place and the problem ("Expected `int`, got `str` - at `$.gpu.num_sms`"). The rest comes
-from the requested type and the document. This module knows no value of the project and reads no file. It passes on
-messages in an unknown form unchanged.
+from the requested type and the document. This module knows no value of the project, only a few fields that tell kinds of
+files, and reads no file. It passes on messages in an unknown form unchanged.
 """
 
 import re
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import inspect
@@ -18,6 +18,27 @@ from msgspec import inspect
 MAX_LISTED = 12
 MAX_SHOWN = 40
 Steps = tuple[str | int, ...]
+
+
+class FileKind(NamedTuple):
+    """A kind of TOML file: what it is called, which command or option takes it, and fields of which only such files have
+    any.
+    """
+
+    name: str
+    taker: str
+    fields: frozenset[str]
+
+
+FILE_KINDS = (  # a sweep file is a cluster file with one table more
+    FileKind("sweep file", "`counterpoint sweep`", frozenset({"sweep"})),
+    FileKind("cluster file", "`counterpoint simulate --cluster`", frozenset({"cluster"})),
+    FileKind("machine file", "--machine", frozenset({"gpu"})),
+    FileKind("workload", "`counterpoint simulate`", frozenset({"num_ranks"})),
+    FileKind("plan", "`counterpoint plan show`", frozenset({"verdict", "directives", "step_fingerprint"})),
+    FileKind("calibration", "--calibration", frozenset({"device_name"})),
+    FileKind("job context", "`counterpoint check --context`", frozenset({"gpus", "torch_version", "environment"})),
+)
 
 _WILDCARDS = re.compile(r"[*?\[\]]+")
 _WORD_START = re.compile(r"(?<![^\W_])[^\W_]")
@@ -55,6 +76,8 @@ def describe_mismatch(
     Without `document`, the message names no value found. `whole` is the name of the document if it is not a file.
     """
     what, steps = _read(problem)
+    if not steps and (other := _other_kind(kind, document)):
+        return other
     where, found = _where(steps, whole), _shown(document, steps)
     types = _types_at(inspect.type_info(kind), steps, document)
     if told := re.fullmatch(r"Expected (.*), got (.*)", what):
@@ -72,6 +95,19 @@ def describe_mismatch(
     if what.endswith("out of range"):
         return f"{where} must be {_in_words(types) or 'a number'}; found {found or 'one'} out of range", "Correct it."
     return f"{where}: {what}", "Correct it."
+
+
+def _other_kind(kind: object, document: object) -> tuple[str, str] | None:
+    """Return which other kind of file a document is, with what to do; None if it is not of another kind."""
+    wanted = inspect.type_info(kind)
+    if not isinstance(wanted, inspect.StructType) or not isinstance(document, dict):
+        return None
+    known = {field.encode_name for field in wanted.fields}
+    needed = next((each.name for each in FILE_KINDS if each.fields & known), "")
+    found = next((each for each in FILE_KINDS if each.fields & document.keys() - known), None)
+    if found is None or not needed:
+        return None
+    return f"the file looks like a {found.name}, and a {needed} is needed", f"A {found.name} is for {found.taker}."
 
 
 def place_of(problem: msgspec.ValidationError, document: object) -> str:
@@ -180,9 +216,6 @@ def _as_told(text: str) -> str:
 def _instead(name: str, types: Sequence[inspect.Type]) -> str:
     """Suggest what to write in place of an unknown field."""
     structs = [kind for kind in types if isinstance(kind, inspect.StructType)]
-    for kind in structs:
-        if instead := getattr(kind.cls, "OTHER_FILES", {}).get(name):
-            return str(instead)
     fields = [field.encode_name for kind in structs for field in kind.fields]
     close = nearest(name, fields)
     if close:

@@ -67,7 +67,7 @@ def directive(control: str, kind: str = "communication", match: str = "") -> str
         (
             "a.toml",
             directive('control = "priority", priority = -5').encode(),
-            ["'a.toml' is a plan", "counterpoint plan show"],
+            ["a.toml: the file looks like a plan, and a workload is needed", "counterpoint plan show"],
         ),
         ("a.toml", CYCLE.encode(), ["cycle: a -> b -> a", "Break it"]),
     ],
@@ -240,7 +240,7 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
         (NOISE, ["plan.toml is not text"]),
         (b"", ["plan.toml: the file is empty", "make it again"]),
         (b"x", ["plan.toml is not TOML"]),
-        (H200, ["plan.toml: the file has no field 'name'. Did you mean", "Correct or remove it."]),
+        (H200, ["plan.toml: the file looks like a machine file, and a plan is needed. A machine file is for --machine."]),
         ('step_name = "s"\nstep_fingerprint = "0"', ["was made for step 's' (0)", "Run `counterpoint tune`"]),
         ('machine = "a100"', ["was made for machine 'a100', not for 'h200'", "Run `counterpoint tune`"]),
         (directive('control = "magic"'), ["directives[0].controls[0].control must be one of 'residency_cap',", "'magic'"]),

@@ -60,7 +60,7 @@ def test_a_cluster_file_without_a_sweep_is_told_so() -> None:
 
 
 def test_a_sweep_given_as_a_cluster_file_is_told_so() -> None:
-    with pytest.raises(MachineError, match=r"no field 'sweep'\. It is a sweep file: estimate it with"):
+    with pytest.raises(MachineError, match="looks like a sweep file, and a cluster file is needed"):
         load_cluster(BASE)
 
 

@@ -136,6 +136,15 @@ def test_place_kind_and_value_are_told(kind: type[Any], steps: tuple[str | int, 
     assert refused(kind, document) == says
 
 
+@pytest.mark.parametrize("wanted", DOCUMENTS)
+@pytest.mark.parametrize("given", DOCUMENTS)
+def test_a_file_of_another_kind_is_called_so(wanted: type[Any], given: type[Any]) -> None:
+    names = {Plan: "plan", JobContext: "job context", Machine: "machine file", Description: "workload"}
+    if wanted is not given:
+        says = f"the file looks like a {names[given]}, and a {names[wanted]} is needed. A {names[given]} is for "
+        assert refused(wanted, DOCUMENTS[given]).startswith(says)
+
+
 @pytest.mark.parametrize(("tag", "verb"), [("magic", "must be"), (..., "lacks 'control',")])
 def test_a_control_that_nobody_knows_lists_those_that_are(tag: object, verb: str) -> None:
     said = refused(Plan, changed(PLAN, *CONTROL, "control", to=tag))

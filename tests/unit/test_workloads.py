@@ -254,7 +254,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_a_cluster_file_given_as_a_workload_is_told_so() -> None:
-    with pytest.raises(WorkloadError, match="It is a cluster file: estimate it with `counterpoint simulate --cluster`"):
+    with pytest.raises(WorkloadError, match=r"looks like a cluster file, .* is for `counterpoint simulate --cluster`"):
         load_workload(Path(__file__).parents[2] / "examples" / "clusters" / "h100_4096.toml")
 
 

@@ -5,8 +5,6 @@ The format is documented in `docs/scale.md`. Without `[model]` the file describe
 
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
-from typing import ClassVar
 
 import msgspec
 
@@ -28,7 +26,6 @@ class ClusterFile(Value, frozen=True, kw_only=True):
     compression: Compression = msgspec.field(default_factory=Compression)
     skew: Skew = msgspec.field(default_factory=Skew)
     software: Software = msgspec.field(default_factory=Software)
-    OTHER_FILES: ClassVar = MappingProxyType({"sweep": "It is a sweep file: estimate it with `counterpoint sweep`."})
 
     def __post_init__(self) -> None:
         require(

@@ -6,8 +6,7 @@ documented in `docs/workloads.md`.
 
 import re
 from collections.abc import Iterable
-from types import MappingProxyType
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 from counterpoint.errors import WorkloadError, shown
 from counterpoint.machine import ElementType
@@ -201,9 +200,6 @@ class Description(Value, frozen=True, kw_only=True):
     kernels: tuple[OtherKernel, ...] = ()
     collectives: tuple[CollectiveEntry, ...] = ()
     copies: tuple[CopyEntry, ...] = ()
-    OTHER_FILES: ClassVar = MappingProxyType(
-        {"cluster": "It is a cluster file: estimate it with `counterpoint simulate --cluster` or `counterpoint sweep`."}
-    )
 
     def __post_init__(self) -> None:
         _check_range(f"Workload '{shown(self.name)}'", "num_ranks", self.num_ranks, (1, MAX_RANKS))
