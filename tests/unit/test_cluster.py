@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from counterpoint.cli.cluster import check_cluster, extended_job
 from counterpoint.cluster.description import ClusterFile, Configuration, load_cluster
 from counterpoint.cluster.estimate import calibration_of, estimate_step
 from counterpoint.cluster.extend import extend_step
@@ -348,6 +349,22 @@ def test_a_trace_extended_to_512_ranks_says_what_was_assumed() -> None:
     assert all(each.group_size == 512 for each in after)
     assert all((b.lone_us or 0) > (a.lone_us or math.inf) for a, b in zip(before, after, strict=True) if a.num_bytes > MIB)
     assert any("Assumed" in line for line in extended.assumptions)
+
+
+def test_an_extended_trace_keeps_the_notes_on_how_it_was_read() -> None:
+    trace = ROOT / "examples/traces/fsdp2.rank0.json.gz"
+    traced = load_job(str(trace)).traced
+    assert traced is not None
+    assert traced.notes
+    _, remarks = extended_job(str(trace), EXAMPLES / "h200_512.toml", 64)
+    assert remarks[: len(traced.notes)] == traced.notes
+    assert any("Assumed" in line for line in remarks)
+
+
+def test_a_machine_that_the_cluster_file_names_too_is_no_conflict() -> None:
+    check_cluster("cb_ar_opt2", EXAMPLES / "h200_512.toml", "h200", None)
+    with pytest.raises(CounterpointError, match="is 'h200', and --machine names 'h100'"):
+        check_cluster("cb_ar_opt2", EXAMPLES / "h200_512.toml", "h100", None)
 
 
 def test_uneven_all_to_alls_are_extended_as_equal_ones_and_the_report_says_so() -> None:

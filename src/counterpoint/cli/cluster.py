@@ -30,16 +30,28 @@ def check_cluster(step: str | None, cluster: Path | None, machine: str | None, r
     if cluster is None and ranks is not None:
         raise CounterpointError(f"--ranks {ranks} needs --cluster FILE, which describes nodes and switches. Add it.")
     if cluster is not None and machine is not None:
-        raise CounterpointError(
-            f"--cluster names its machine, and --machine '{shown(machine)}' names another. Leave --machine out, or "
-            "change the cluster file."
-        )
+        _check_same_machine(cluster, machine)
     if step is None and ranks is not None:
         raise CounterpointError(f"--ranks {ranks} is for a STEP; the cluster file's own model has all GPUs. Leave it out.")
 
 
+def _check_same_machine(cluster: Path, machine: str) -> None:
+    from counterpoint.cluster.description import load_cluster  # noqa: PLC0415  a fast --help
+    from counterpoint.machine import load_machine  # noqa: PLC0415
+
+    named = load_cluster(cluster).cluster.machine
+    if load_machine(machine) != load_machine(named):
+        raise CounterpointError(
+            f"The machine of {shown_path(cluster)} is '{shown(named)}', and --machine names '{shown(machine)}'. Leave "
+            "--machine out, or change the cluster file."
+        )
+
+
 def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tuple[str, ...]]":
-    """Return the step on the cluster, and the assumptions; a step that is not changed keeps its trace."""
+    """Return the step on the cluster, and remarks: what reading its trace noted, and the assumptions.
+
+    A step that is not changed keeps its trace, which holds these notes.
+    """
     from counterpoint.cluster.description import load_cluster  # noqa: PLC0415  a fast --help
     from counterpoint.cluster.extend import extend_step  # noqa: PLC0415
     from counterpoint.job import Job, load_job  # noqa: PLC0415
@@ -50,7 +62,8 @@ def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tup
     extended = extend_step(job.step, described.load(), ranks)
     if not extended.is_changed:
         return job, extended.assumptions
-    return Job(step=extended.step, machine=job.machine), extended.assumptions
+    notes = job.traced.notes if job.traced is not None else ()
+    return Job(step=extended.step, machine=job.machine), (*notes, *extended.assumptions)
 
 
 def simulate_model(cluster: Path, for_steps: tuple[Path | None, ...], is_json: bool) -> None:
