@@ -297,6 +297,8 @@ def test_the_command_draws_a_routing_of_a_file(tmp_path: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 110
     summary = msgspec.json.decode(counterpoint(*command, "--json").stdout)
     assert summary["problem"]["routing"]["counts"] == [[30, 0, 20, 50], [10, 20, 0, 40]]
+    said = refusal(*command, "--rows", "7")
+    assert "is for 2 ranks of at most 100 rows, and 4 experts; --ranks is 2, --rows 7 and --experts 4. Give" in said
 
 
 def test_the_command_draws_a_routing_without_rows() -> None:
@@ -315,6 +317,10 @@ def test_the_command_draws_a_routing_without_rows() -> None:
         (["--experts", "4", "--hidden", "0"], "--hidden must be from 1"),
         (["--experts", "4", "--routing", "nowhere.json"], "nowhere.json"),
         (["--experts", "4", "--groups", "0"], "--groups of a schedule must be from 1 to 64; found 0"),
+        (
+            ["--experts", "4", "--groups", "3"],
+            "--groups must be from 1 to 2, the experts of a rank, because none has the 4,096",
+        ),
         (["--experts", "4", "--rank", "2"], "must be from 0 to 1"),
     ],
 )

@@ -194,7 +194,13 @@ def show(
     )
 )
 @argument("operation", metavar="OPERATION", type=click.Choice(get_args(ExpertOperation)), help=EXPERT_OPERATIONS)
-@_number("--rows", "num_rows", "T", "The number of rows of each rank: its tokens times the experts of each.", required=True)
+@_number(
+    "--rows",
+    "num_rows",
+    "T",
+    "The number of rows of each rank: its tokens times the experts of each. With a file of --routing: the most of a rank.",
+    required=True,
+)
 @_number("--inner", "num_inner", "K", "The number of columns of a row.", required=True)
 @_number("--hidden", "num_hidden", "H", "The hidden size of an expert.", required=True)
 @_number("--experts", "num_experts", "E", "The number of experts of all ranks together.", required=True)
@@ -343,16 +349,17 @@ def _tune(problem: Problem, dtype: DataType, output: Path | None, is_json: bool)
 
 
 def _routing(named: str, num_ranks: int, num_rows: int, num_experts: int) -> Routing:
-    """Return an example by its name, or the routing of a file, which must be for these ranks and experts."""
+    """Return an example by its name, or the routing of a file, which must be for these ranks, rows and experts."""
     kind = next((each for each in get_args(RoutingKind) if each == named), None)
     if kind is not None:
         return example_routing(kind, num_ranks, num_rows, num_experts)
     routing = read_routing(named)
-    found = routing.num_ranks, routing.num_ranks * routing.num_local_experts
-    if found != (num_ranks, num_experts):
+    most_rows = max(routing.num_sent(rank) for rank in range(routing.num_ranks))
+    found = routing.num_ranks, most_rows, routing.num_ranks * routing.num_local_experts
+    if found != (num_ranks, num_rows, num_experts):
         raise ScheduleError(
-            f"{shown_path(named)} is for {found[0]} ranks and {found[1]} experts; --ranks is {num_ranks} and --experts "
-            f"{num_experts}. Give the file's."
+            f"{shown_path(named)} is for {found[0]} ranks of at most {found[1]} rows, and {found[2]} experts; --ranks is "
+            f"{num_ranks}, --rows {num_rows} and --experts {num_experts}. Give the file's."
         )
     return routing
 

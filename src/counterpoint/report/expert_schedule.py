@@ -7,6 +7,7 @@ output says so.
 from rich.console import Console
 from rich.text import Text
 
+from counterpoint.errors import ScheduleError
 from counterpoint.machine import Machine
 from counterpoint.report.schedule import (
     EstimatedSchedule,
@@ -30,10 +31,11 @@ from counterpoint.schedule.expert_estimate import (
     expert_computation_us,
     expert_ordering_us,
 )
+from counterpoint.schedule.expert_layout import LEAST_CUT_ROWS
 from counterpoint.schedule.expert_schedules import ExpertProblem, make_expert_schedule
 from counterpoint.units import format_count, format_us
 from counterpoint.validation.bounds import bounds_for
-from counterpoint.value import Value
+from counterpoint.value import Value, require
 
 MOST_SHOWN_RANKS = 16
 
@@ -49,7 +51,16 @@ class ExpertQuestion(Value, frozen=True, kw_only=True):
     rank: int = 0
 
     def __post_init__(self) -> None:
-        check_rank_to_draw(self.rank, self.problem.routing.num_ranks, self.machine)
+        routing = self.problem.routing
+        check_rank_to_draw(self.rank, routing.num_ranks, self.machine)
+        most = max(max(routing.expert_rows(rank)) for rank in range(routing.num_ranks))
+        num_groups = 1 if self.description is None else self.description.chunks
+        require(
+            num_groups <= routing.num_local_experts or most >= LEAST_CUT_ROWS,
+            ScheduleError,
+            f"chunks must be from 1 to {routing.num_local_experts}, the experts of a rank, because none has the "
+            f"{LEAST_CUT_ROWS:,} rows from which an expert is cut; found {num_groups}. Ask for fewer.",
+        )
 
 
 class ExpertSummary(EstimatedSchedule, frozen=True, kw_only=True):
