@@ -86,6 +86,17 @@ def test_the_backward_pass_moves_the_shards_and_the_gradients() -> None:
     assert "dW" in {span.label for lane in backward.lanes for span in lane.spans}
 
 
+def test_a_schedule_that_needs_more_memory_than_a_gpu_has_is_told_so() -> None:
+    sizes = ("--ranks", "4", "--inner", "8192", "--columns", "2560")
+    large, small = (shown("all_gather_matmul", *sizes, "--rows", rows) for rows in ("20000000", "8192"))
+    assert large.obstacle.startswith(
+        "This schedule cannot run: it needs 305.2 GiB of symmetric memory, and a GPU of h200 has 139.8 GiB."
+    )
+    assert small.obstacle == ""
+    done = counterpoint("schedule", "show", "all_gather_matmul", *sizes, "--rows", "20000000", COLUMNS="160")
+    assert large.obstacle in done.stdout.splitlines()
+
+
 def shown(operation: str, *arguments: str) -> ScheduleSummary:
     done = counterpoint("schedule", "show", operation, *arguments, "--json")
     assert done.returncode == 0, done.stderr

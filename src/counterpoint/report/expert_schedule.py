@@ -12,6 +12,7 @@ from counterpoint.machine import Machine
 from counterpoint.report.schedule import (
     EstimatedSchedule,
     check_rank_to_draw,
+    obstacle_on,
     print_lanes,
     print_remarks,
     times_table,
@@ -80,6 +81,7 @@ def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
     schedule = make_expert_schedule(problem, description)
     check_schedule(schedule)
     estimated = estimate_experts(schedule, problem, machine)
+    traffic = traffic_of(schedule, question.rank, problem.element_bytes)
     return ExpertSummary(
         problem=problem,
         machine=machine.name,
@@ -92,11 +94,12 @@ def summarize_experts(question: ExpertQuestion) -> ExpertSummary:
         computation_us=expert_computation_us(problem, machine),
         ideal_us=estimate_experts_ideal(problem, machine),
         candidates=candidates,
-        traffic=traffic_of(schedule, question.rank, problem.element_bytes),
+        traffic=traffic,
         checks=tuple(name for name, _ in CHECKS if name != "ports"),
         lanes=lanes_of(schedule, estimated, question.rank),
         sequential_lanes=_sequential_lanes(problem, machine),
         bounds=bounds_for(machine, problem.routing.num_ranks, "copy schedules"),
+        obstacle=obstacle_on(machine, traffic),
         schedule=schedule,
     )
 

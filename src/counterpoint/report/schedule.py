@@ -83,7 +83,8 @@ class Traffic(Value, frozen=True, kw_only=True):
 class EstimatedSchedule(Value, frozen=True, kw_only=True):
     """A schedule as one rank sees it, with its estimate and its alternatives. Times are estimated, in microseconds.
 
-    `checks` are the checks that the schedule passed. `bounds` are those of every time.
+    `checks` are the checks that the schedule passed. `bounds` are those of every time. `obstacle` says why the machine
+    cannot run the schedule; it is empty if it can.
     """
 
     machine: str
@@ -100,6 +101,7 @@ class EstimatedSchedule(Value, frozen=True, kw_only=True):
     lanes: tuple[StreamLane, ...]
     sequential_lanes: tuple[StreamLane, ...]
     bounds: ErrorBounds
+    obstacle: str = ""
 
 
 class ScheduleSummary(EstimatedSchedule, frozen=True, kw_only=True):
@@ -122,10 +124,11 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         description = backward_description(problem.operation, description)
     sequential_us = estimate_sequential(problem, machine, direction=direction)
     sequential_lanes = _sequential_lanes(question)
-    schedule, estimated_us, lanes = None, sequential_us, sequential_lanes
+    schedule, traffic, estimated_us, lanes = None, Traffic(), sequential_us, sequential_lanes
     if not description.is_sequential:
         schedule = make_schedule(problem, description, direction)
         check_schedule(schedule)
+        traffic = traffic_of(schedule, question.rank, problem.element_bytes)
         estimated = estimate(schedule, problem, machine)
         estimated_us, lanes = estimated.makespan_us, lanes_of(schedule, estimated, question.rank)
     return ScheduleSummary(
@@ -142,11 +145,12 @@ def summarize_schedule(question: Question) -> ScheduleSummary:
         computation_us=computation_us(problem, machine, direction=direction),
         ideal_us=estimate_ideal(problem, machine, direction=direction),
         candidates=rank_candidates(problem, machine, direction),
-        traffic=traffic_of(schedule, question.rank, problem.element_bytes) if schedule else Traffic(),
+        traffic=traffic,
         checks=tuple(name for name, _ in CHECKS) if schedule else (),
         lanes=lanes,
         sequential_lanes=sequential_lanes,
         bounds=bounds_for(machine, problem.num_ranks, "copy schedules"),
+        obstacle=obstacle_on(machine, traffic),
         schedule=schedule,
     )
 
@@ -170,7 +174,11 @@ def print_schedule(console: Console, found: ScheduleSummary) -> None:
 
 
 def print_remarks(console: Console, found: EstimatedSchedule, remarks: Sequence[str]) -> None:
-    """Print the remarks, that all times are estimates, and on which machines estimates were never compared."""
+    """Print what prevents the schedule, the remarks, that all times are estimates, and on which machines estimates were
+    never compared.
+    """
+    if found.obstacle:
+        console.print(Text(found.obstacle, style="bold"))
     for line in remarks:
         console.print(Text(line))
     console.print(Text("Estimated by arithmetic, not measured: no GPU was used.", style="dim"))
@@ -236,6 +244,17 @@ def traffic_lines(found: EstimatedSchedule, computation: str) -> list[str]:
         f"{format_bytes(traffic.symmetric_bytes)} of symmetric memory on each rank.",
         f"Checked: {', '.join(found.checks)}.",
     ]
+
+
+def obstacle_on(machine: Machine, traffic: Traffic) -> str:
+    """Return that a schedule needs more memory than a GPU of the machine has; empty if it does not."""
+    needed, present = traffic.symmetric_bytes, machine.gpu.hbm_bytes
+    if needed <= present:
+        return ""
+    return (
+        f"This schedule cannot run: it needs {format_bytes(needed)} of symmetric memory, and a GPU of {machine.name} has "
+        f"{format_bytes(present)}. Divide the rows into several calls."
+    )
 
 
 def _sequential_lanes(question: Question) -> tuple[StreamLane, ...]:
