@@ -162,6 +162,16 @@ def test_a_machine_that_is_not_the_traced_one_leaves_out_only_what_is_simulated(
     assert "What can be recovered is not known" in " ".join(out.split())
 
 
+def test_of_several_traces_the_bad_one_is_named(tmp_path: Path) -> None:
+    document = json.loads(gzip.decompress(Path(DDP[1]).read_bytes()))
+    for event in document["traceEvents"]:
+        if event.get("cat") == "kernel":
+            event["args"]["grid"] = [1 << 30, 1 << 30, 1 << 10]
+    bad = tmp_path / "bad.json"
+    bad.write_text(json.dumps(document))
+    assert refusal("analyze", DDP[0], str(bad)).startswith(f"{bad}: num_ctas of a kernel must be from 1 to")
+
+
 def test_a_kernel_that_the_machine_cannot_run_leaves_out_only_what_is_simulated(tmp_path: Path) -> None:
     document = json.loads(gzip.decompress(Path(DDP[0]).read_bytes()))
     kernel = next(event for event in document["traceEvents"] if event.get("cat") == "kernel")

@@ -181,11 +181,13 @@ def _analyze_file(
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank, analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
+    from counterpoint.traces.traced_step import in_one_line  # noqa: PLC0415
 
     if is_inspector(Path(path)):
         return read_inspector(Path(path)), None
-    trace = read_activity(Path(path), on_progress)
-    rank, step = analyze_rank_and_step(trace) if is_planned else (analyze_rank(trace), None)
+    with in_one_line(Path(path)):
+        trace = read_activity(Path(path), on_progress)
+        rank, step = analyze_rank_and_step(trace) if is_planned else (analyze_rank(trace), None)
     if trace.rank is None:
         named = RANK_IN_NAME.search(os.path.basename(path))
         rank = replace(rank, rank=int(named[1]) if named else UNNAMED)

@@ -69,7 +69,7 @@ def read_trace(
     """
     require_kind(path, (str, Path), "read_trace takes a path", "Pass the path of a trace (.json, .json.gz, .sqlite).")
     file = Path(path)
-    with _in_one_line(file):
+    with in_one_line(file):
         trace = read_activity(file, on_progress)
     return traced_step_of(trace, rank=rank)
 
@@ -84,7 +84,7 @@ def traced_step_of(
     """Do the same as `read_trace` for a trace that was read already; its steps and dependencies are found if they are
     not given.
     """
-    with _in_one_line(Path(trace.path)):
+    with in_one_line(Path(trace.path)):
         early = check_streams(trace.path, trace.operations)
         steps = divide_into_steps(trace) if steps is None else steps
         dependencies = find_dependencies(trace) if dependencies is None else dependencies
@@ -92,8 +92,8 @@ def traced_step_of(
 
 
 @contextmanager
-def _in_one_line(file: Path) -> Iterator[None]:
-    """Turn any error into a `TraceError` of one line."""
+def in_one_line(file: Path) -> Iterator[None]:
+    """Turn any error into a `TraceError` of one line that names the trace's file."""
     try:
         yield
     except CounterpointError as problem:
