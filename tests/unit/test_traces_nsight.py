@@ -1,5 +1,6 @@
 """An export of Nsight Systems gives the same activity as a profiler trace of the same operations."""
 
+import gzip
 import sqlite3
 from pathlib import Path
 
@@ -112,6 +113,15 @@ def test_another_database_is_refused_in_one_line(path: Path, statement: str, say
         read_trace(path)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_not_called_a_compressed_one(path: Path) -> None:
+    packed = path.with_name("packed.sqlite")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.write_text("notes")
+    for file, says in ((path, "is not an SQLite database, as its name says"), (packed, "is a compressed database")):
+        with pytest.raises(TraceError, match=says):
+            read_trace(file)
 
 
 def test_a_damaged_database_is_refused_in_one_line(path: Path) -> None:

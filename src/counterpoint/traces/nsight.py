@@ -46,11 +46,17 @@ def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     """Return the activity in a database. Raises `TraceError` if it is not of Nsight Systems, or has no GPU activity."""
     try:
         with path.open("rb") as file:
-            is_packed = not knows(file.read(len(MAGIC)))
+            is_plain = knows(file.read(len(MAGIC)))
     except OSError as problem:
         raise TraceError(f"Cannot read {path}: {problem.strerror}; give a .sqlite file.") from problem
-    if is_packed:
-        num_bytes = sum(map(len, pieces))
+    if not is_plain:
+        first = next(pieces, b"")
+        require(
+            knows(first),
+            TraceError,
+            f"{path} is not an SQLite database, as its name says; make it by nsys export --type sqlite.",
+        )
+        num_bytes = len(first) + sum(map(len, pieces))
         raise TraceError(
             f"{path} is a compressed database ({num_bytes:,} bytes); unpack it (gunzip) and give the .sqlite file."
         )
