@@ -311,14 +311,15 @@ def test_a_terminal_without_utf8_gets_ascii(arguments: list[str | Path]) -> None
         assert re.search(r"^before +[.:=+*%#-]+", done.stdout, re.MULTILINE)
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    for arguments in (["tune", FSDP2], ["machines", "h200"], ["tune", FSDP2, "--json"]):
+def test_a_reader_that_leaves_early_is_no_error_and_no_verdict() -> None:
+    gate = ["analyze", FSDP2, "--no-recover", "--fail-if", "exposed > 99%"]
+    for arguments in (["tune", FSDP2], ["machines", "h200"], ["tune", FSDP2, "--json"], gate):
         with subprocess.Popen([COUNTERPOINT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             process.stdout.close()
             assert process.stderr.read() == b""
-            assert process.wait() == 1
+            assert process.wait() == 141
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")

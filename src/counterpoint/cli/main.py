@@ -19,7 +19,7 @@ from counterpoint.cli.schedule import schedule
 from counterpoint.cli.shipped import machines, workloads
 from counterpoint.cli.tune import demo, simulate, tune
 from counterpoint.cli.validate import validate
-from counterpoint.errors import MAX_LINE, CounterpointError, say, shown
+from counterpoint.errors import MAX_LINE, READER_LEFT, CounterpointError, say, shown
 
 COMPLETION_VARIABLE = "_COUNTERPOINT_COMPLETE"  # set by a shell that requests completions
 SECTIONS = {
@@ -44,9 +44,9 @@ def main() -> None:
         _fail(str(problem))
     except click.ClickException as problem:
         _fail(_misuse(problem))
-    except BrokenPipeError:  # the reader of the output, such as `head`, has exited
+    except BrokenPipeError:
         _drop_output()
-        sys.exit(1)
+        sys.exit(READER_LEFT)
     except OSError as problem:
         _drop_output()
         if not problem.filename and _is_folder_gone():

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TextIO, cast
 
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from counterpoint.controls import Control
-from counterpoint.errors import printable, shown, shown_path
+from counterpoint.errors import READER_LEFT, printable, shown, shown_path
 from counterpoint.kernel_names import readable
 from counterpoint.machine import Machine
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan
@@ -65,9 +66,18 @@ def new_console(*, stderr: bool = False) -> Console:
     """Return the console for reports, on standard output or `stderr`, never narrower than `MIN_WIDTH` columns."""
     file = None if stderr or sys.stdout.isatty() else cast(IO[str], _Trimmed(sys.stdout))
     # no markup, no emoji: names of kernels and files hold brackets and colons
-    console = Console(file=file, stderr=stderr, soft_wrap=False, markup=False, emoji=False)
+    console = _Console(file=file, stderr=stderr, soft_wrap=False, markup=False, emoji=False)
     console.width = max(MIN_WIDTH, console.width)
     return console
+
+
+class _Console(Console):
+    """A console that ends the command with `READER_LEFT` when nobody reads the output any more; rich ends it with 1."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+        raise SystemExit(READER_LEFT)
 
 
 class _Trimmed:
