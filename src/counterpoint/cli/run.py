@@ -78,7 +78,7 @@ def run(
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
-    _check_options(plan, step, output, is_tuning=tune, keeps_bits=bitwise)
+    _check_options(plan, step, output, is_tuning=tune)
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=command,
@@ -100,7 +100,7 @@ def run(
         raise click.exceptions.Exit(status)
 
 
-def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool, keeps_bits: bool) -> None:
+def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:
     """Raise `CounterpointError` for options that cannot be combined, and for a file that cannot be written."""
     from counterpoint.plan import check_plan_name  # noqa: PLC0415
 
@@ -108,18 +108,20 @@ def _check_options(plan: Path | None, step: str | None, output: Path | None, *, 
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
     if step is not None and plan is None:
         raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
-    if (
-        click.get_current_context().get_parameter_source("budget") is click.core.ParameterSource.COMMANDLINE
-        and not is_tuning
-    ):
+    if _is_given("budget") and not is_tuning:
         raise CounterpointError("--budget is for the steps that --tune may use. Add --tune, or leave out --budget.")
-    if keeps_bits and not is_tuning and plan is None:
-        raise CounterpointError(
-            "--bitwise is for the controls of --plan and --tune. Add one of them, or leave out --bitwise."
-        )
+    for name in ("guard", "bitwise", "strict") if not is_tuning and plan is None else ():
+        if _is_given(name):
+            raise CounterpointError(
+                f"--{name} is for the controls of --plan and --tune. Add one of them, or leave out --{name}."
+            )
     check_outputs((output,), (plan, step))
     if output is not None:
         check_plan_name(output)
+
+
+def _is_given(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def _load_step(source: str) -> "Step":
