@@ -59,6 +59,7 @@ def test_a_step_tells_the_sizes_that_a_name_means_and_what_cannot_be_told_apart(
 @pytest.mark.parametrize(
     ("directives", "says"),
     [
+        ((), r"changes nothing, so there is nothing to write\. Start the job alone\.$"),
         ((directive(GATHERS, Priority(priority=-5)),), r"limits the CTAs of no collective .*\(priority on"),
         (
             (directive(Match(kind="communication", collective="all_to_all"), FEW),),

@@ -17,7 +17,7 @@ from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import CollectiveKind, Step
-from counterpoint.value import Value
+from counterpoint.value import Value, require
 
 Algorithm = Literal["tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"]
 Protocol = Literal["ll", "ll128", "simple"]
@@ -78,6 +78,7 @@ def tuner_file(plan: Plan, step: Step | None = None) -> TunerFile:
 
     Raises `PlanError` if there is no such part, if two limits conflict for one size, or if the step is needed.
     """
+    require(bool(plan.directives), PlanError, "The plan changes nothing, so there is nothing to write. Start the job alone.")
     lines: dict[tuple[CollectiveKind, int, int], int] = {}
     left_out: list[str] = []
     for directive in plan.directives:
