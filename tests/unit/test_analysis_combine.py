@@ -186,7 +186,7 @@ def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
 
     assert [rank.path for rank in analysis.ranks] == ["rank0.json", "rank1.json"]
     assert any("other.json comes from a job of 8 ranks" in problem for problem in analysis.problems)
-    assert any("again.json and rank0.json are both of rank 0" in problem for problem in analysis.problems)
+    assert any("rank0.json and again.json are both of rank 0" in problem for problem in analysis.problems)
 
 
 def test_a_rank_that_got_its_number_later_has_it_everywhere() -> None:

@@ -28,7 +28,7 @@ def belonging(ranks: Sequence[RankAnalysis]) -> tuple[tuple[RankAnalysis, ...], 
             )
         elif analysis.rank in kept:
             problems.append(
-                f"{analysis.path} and {kept[analysis.rank].path} are both of rank {analysis.rank}, so the "
+                f"{kept[analysis.rank].path} and {analysis.path} are both of rank {analysis.rank}, so the "
                 "second is left out. Give each rank once."
             )
         else:
