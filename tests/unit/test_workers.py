@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -33,3 +34,11 @@ def test_each_worker_begins_with_what_was_asked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("BEGUN", raising=False)
     with worker_processes(1, DeviceError, "stop", os.putenv, "BEGUN", "yes") as pool:
         assert pool.submit(os.system, 'test "$BEGUN" = yes').result() == 0
+
+
+def test_no_thread_of_a_pool_is_left_when_its_work_is_done() -> None:
+    before = threading.active_count()
+    with worker_processes(1, DeviceError, "stop") as pool:
+        assert pool.submit(abs, -1).result() == 1
+        assert threading.active_count() > before
+    assert threading.active_count() == before
