@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from counterpoint.analysis.combine import combine
+from counterpoint.analysis.gate import parse_condition, violations
 from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.values import Analysis, Cause, ExposedInterval, RankAnalysis, Recoverable, TracedCollective
 from counterpoint.errors import AnalysisError
+from counterpoint.step import CollectiveKind
 from helpers.rank_builder import MIB, rank_of, rank_of_raw_trace, step_of, traced
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
@@ -187,6 +189,21 @@ def test_ranks_that_do_not_belong_are_named_and_left_out() -> None:
     assert [rank.path for rank in analysis.ranks] == ["rank0.json", "rank1.json"]
     assert any("other.json comes from a job of 8 ranks" in problem for problem in analysis.problems)
     assert any("rank0.json and again.json are both of rank 0" in problem for problem in analysis.problems)
+
+
+def test_traces_of_different_jobs_have_no_common_verdict() -> None:
+    def job(rank: int, kind: CollectiveKind, members: tuple[int, ...] = (0, 1)) -> RankAnalysis:
+        calls = [traced(rank, n, 200 * n, 200 * n + 50, collective=kind, group_ranks=members) for n in range(4)]
+        return rank_of(rank, calls)
+
+    mixed, of_one = (combine([job(0, "all_reduce"), job(1, kind)]) for kind in ("all_gather", "all_reduce"))
+    stages = combine([job(0, "all_reduce", (0, 2)), job(1, "all_gather", (1, 3))])
+    assert (of_one.untrusted, stages.untrusted) == ("", "")
+    assert "rank0.json and rank1.json are of ranks 0 and 1, which ran different collectives" in mixed.untrusted
+    assert mixed.headline.verdict == f"UNKNOWN: {mixed.untrusted}"
+    for compared in ((mixed, of_one), (of_one, mixed)):
+        with pytest.raises(AnalysisError, match=r"cannot judge these traces: rank0\.json"):
+            violations(compared[0], [parse_condition("step > baseline")], compared[1])
 
 
 def test_a_rank_that_got_its_number_later_has_it_everywhere() -> None:

@@ -9,7 +9,7 @@ from counterpoint.analysis.attribution import attribute
 from counterpoint.analysis.breakdowns import breakdowns, cause_totals, collectives_of, sums_problems
 from counterpoint.analysis.headline import headline
 from counterpoint.analysis.logged import combine_logs, is_logged
-from counterpoint.analysis.matching import match_collectives
+from counterpoint.analysis.matching import find_stranger, match_collectives
 from counterpoint.analysis.membership import belonging, describe_missing, missing_ranks
 from counterpoint.analysis.sizes import collective_sizes
 from counterpoint.analysis.values import (
@@ -51,6 +51,7 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
         clock_offsets_us=tuple((rank, clock.offset_us) for rank, clock in sorted(clocks.items())),
         missing_ranks=missing,
         notes=describe_drifts(clocks),
+        untrusted=find_stranger(kept, shared),
         problems=(*strangers, *mismatches, *clock_problems, *describe_missing(kept, missing), *wrong_sums),
     )
     unknown = wrong_sums[0] if wrong_sums else ""

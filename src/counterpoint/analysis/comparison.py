@@ -53,6 +53,7 @@ def comparison_problems(before: Analysis, after: Analysis) -> tuple[str, ...]:
     if is_logged((*before.ranks, *after.ranks)):
         problems.append("Logs of NCCL Inspector hold no steps, so only collectives are compared.")
     problems += [f"{rank.path} cannot be compared. {rank.untrusted}" for rank in before.ranks if rank.untrusted]
+    problems += [f"The traces of --compare cannot be compared. {before.untrusted}"] if before.untrusted else []
     devices = [", ".join(sorted({rank.device_name or "unknown" for rank in a.ranks})) for a in (before, after)]
     if devices[0] != devices[1]:
         problems.append(f"The runs were on different GPUs: {devices[0]} before, {devices[1]} after.")

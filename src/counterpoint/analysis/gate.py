@@ -100,6 +100,9 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
     wrong = next((rank for each in compared for rank in each.ranks if rank.untrusted), None)
     if wrong is not None:
         raise AnalysisError(f"--fail-if cannot judge {wrong.path}: {wrong.untrusted}")
+    mixed = next((each for each in compared if each.untrusted), None)
+    if mixed is not None:
+        raise AnalysisError(f"--fail-if cannot judge these traces: {mixed.untrusted}")
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 

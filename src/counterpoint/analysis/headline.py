@@ -45,6 +45,8 @@ def headline(
     if wrong is not None:
         verdict = f"UNKNOWN: the times of rank {wrong.rank} contradict each other. {wrong.untrusted}"
         return Headline(verdict=verdict, why=(), next=())
+    if analysis.untrusted:
+        return Headline(verdict=f"UNKNOWN: {analysis.untrusted}", why=(), next=())
     if analysis.step_us <= 0:
         why = (*analysis.problems, *(line for rank in analysis.ranks for line in rank.problems))[:MOST_LINES]
         return Headline(verdict="UNKNOWN: the traces hold no step with GPU operations.", why=why, next=())

@@ -5,12 +5,14 @@ run of equal entries. Because steps repeat, many shifts may give long runs; the 
 the collectives coincide, up to the offset of the clocks. Collectives that do not match are left out and named.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 
 from counterpoint.analysis.coincidence import LEAST_RUN, Pairs, distances, do_coincide, steps_apart, trimmed, usually_apart
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
+from counterpoint.errors import shown_path
 from counterpoint.units import format_count, format_numbered
 from counterpoint.value import Value
 
@@ -43,6 +45,26 @@ def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollec
         shared += matched
         problems += problem
     return tuple(sorted(shared, key=lambda c: (c.members[0].start_us, c.members[0].rank))), tuple(problems)
+
+
+def find_stranger(ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]) -> str:
+    """Return in one sentence which rank cannot be of the others' job; empty if none is known to be of another.
+
+    Such a rank shares no collective with any other, and in a process group whose ranks are known it ran other kinds and
+    sizes than another rank: a group's ranks run the same ones, in whichever steps they were profiled.
+    """
+    met = {member.rank for each in shared for member in each.members}
+    paths = {analysis.rank: shown_path(analysis.path) for analysis in ranks}
+    for (name, members, size), sequences in _groups(ranks).items():
+        tokens = {rank: Counter(map(_token, sequence)) for rank, sequence in sequences.items() if rank in members}
+        for rank, other in combinations(sorted(tokens), 2):
+            least = min(tokens[rank].total(), tokens[other].total())
+            if not {rank, other} <= met and (tokens[rank] & tokens[other]).total() < LEAST_SHARE * least:
+                return (
+                    f"{paths[rank]} and {paths[other]} are of ranks {rank} and {other}, which ran different collectives in "
+                    f"{_named((name, members, size))}, so they are not of one job. Give the traces of one job."
+                )
+    return ""
 
 
 def _groups(ranks: Sequence[RankAnalysis]) -> dict[Group, dict[int, list[TracedCollective]]]:

@@ -346,7 +346,10 @@ class Change(Value, frozen=True, kw_only=True):
 
 
 class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA):
-    """The analysis of traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks."""
+    """The analysis of traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks.
+
+    `untrusted` says why the traces are not of one job, so that means over them mean nothing; it is empty if nothing says so.
+    """
 
     ranks: tuple[RankAnalysis, ...]
     headline: Headline
@@ -369,6 +372,7 @@ class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA)
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    untrusted: str = ""
 
     def _in_short(self) -> str:
         return f"of {format_count(len(self.ranks), 'rank')}: {shortened(self.headline.verdict, 300)}"

@@ -222,7 +222,7 @@ def _with_recoverable(
     from counterpoint.analysis.recoverable import find_recoverable  # noqa: PLC0415
     from counterpoint.job import job_of  # noqa: PLC0415
 
-    if not found.communication_us:
+    if not found.communication_us or found.untrusted:
         return found
     try:
         job = job_of(step, machine_name)
