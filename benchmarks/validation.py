@@ -29,7 +29,7 @@ from counterpoint.step import Collective, CollectiveKind, Step
 from counterpoint.validation.bounds import BoundsTable, ComparedGpu, RatioSpan
 from counterpoint.validation.outcome import ORIGINS, Outcome, validate_files
 from counterpoint.validation.records import shipped_measurements
-from counterpoint.value import Value, read_shipped, save_toml
+from counterpoint.value import Value, read_shipped, write_toml, write_whole
 
 BOUNDS = ROOT / "src" / "counterpoint" / "validation" / "bounds.toml"
 GPU = "h200"  # whose constants all others are scaled from
@@ -156,7 +156,7 @@ def main() -> None:
     for name, found in (*bounds.bases.items(), ("transfer", bounds.transfer)):
         print(f"{name:16} {found.low:.3f} to {found.high:.3f} of {found.num_rows} rows")
     if parser.parse_args().write:
-        save_toml(BOUNDS, bounds, "bounds", CounterpointError)
+        write_whole(BOUNDS, write_toml(bounds).encode())
         figures = [
             {
                 "file": outcome.file,

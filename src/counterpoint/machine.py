@@ -18,7 +18,8 @@ from counterpoint.links import Link
 from counterpoint.units import format_bytes, format_rate
 from counterpoint.value import (
     Value,
-    check_toml_name,
+    check_suffix,
+    copy_output,
     read_shipped,
     read_toml,
     require,
@@ -26,6 +27,8 @@ from counterpoint.value import (
     save_toml,
     shipped_names,
     shipped_text,
+    toml_output,
+    write_toml,
 )
 
 # Operand types of a matrix multiplication. tf32 is stored as fp32, and the matrix units round it. fp32 is not rounded,
@@ -40,6 +43,7 @@ TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
 DEFAULT_MACHINE = "h200"
+MACHINE = toml_output("machine")
 MAX_NAME = 200  # most letters of a name or a title
 # How a vendor names its compute capabilities: a regular expression, and an example
 CAPABILITIES = MappingProxyType({"nvidia": (r"[0-9]{1,2}\.[0-9]{1,2}", "9.0"), "amd": (r"gfx[0-9a-f]{3,5}", "gfx942")})
@@ -315,28 +319,22 @@ def load_machine(name_or_path: Path | str) -> Machine:
     return read_shipped(f"machines/{name}.toml", Machine, MachineError)
 
 
-def check_machine_path(path: Path) -> None:
-    """Raise `MachineError` for a path that `load_machine` would read as a name."""
-    check_toml_name(path, "machine", MachineError)
-
-
 def save_machine(machine: Machine, path: Path | str) -> None:
-    """Write a machine file. Raises `MachineError` if it cannot be written, or if `load_machine` would not read that
-    path.
+    """Write a machine file. Raises `MachineError` if it cannot be written, if `load_machine` would not read that path, or if
+    the file holds something else.
     """
-    check_machine_path(Path(path))
-    save_toml(path, machine, "machine", MachineError)
+    save_toml(path, machine, MACHINE, MachineError)
 
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
-    """Write a machine's file as a template; a shipped one keeps its comments. Raises what `save_machine` raises."""
-    check_machine_path(Path(path))
+    """Write a machine's file as a template; a shipped one keeps its comments. Raises what `save_machine` raises, and
+    `MachineError` instead of replacing a template that was edited.
+    """
+    check_suffix(Path(path), MACHINE, MachineError)
     machine = load_machine(name_or_path)
-    if Path(name_or_path).suffix.lower() == ".toml":
-        save_machine(machine, path)
-        return
-    text = TEMPLATE_HEAD + shipped_text(f"machines/{machine.name}.toml")
-    save_text(path, text, "machine", MachineError)
+    is_own = Path(name_or_path).suffix.lower() == ".toml"
+    text = write_toml(machine) if is_own else TEMPLATE_HEAD + shipped_text(f"machines/{machine.name}.toml")
+    save_text(path, text, copy_output(MACHINE.name, text), MachineError)
 
 
 def machine_for_device(device_name: str) -> Machine | None:

@@ -21,9 +21,7 @@ Steps = tuple[str | int, ...]
 
 
 class FileKind(NamedTuple):
-    """A kind of TOML file: what it is called, which command or option takes it, and fields of which only such files have
-    any.
-    """
+    """A kind of TOML file: its name, which command or option takes it, and fields of which only such files have any."""
 
     name: str
     taker: str
@@ -31,13 +29,13 @@ class FileKind(NamedTuple):
 
 
 FILE_KINDS = (  # a sweep file is a cluster file with one table more
-    FileKind("sweep file", "`counterpoint sweep`", frozenset({"sweep"})),
-    FileKind("cluster file", "`counterpoint simulate --cluster`", frozenset({"cluster"})),
-    FileKind("machine file", "--machine", frozenset({"gpu"})),
+    FileKind("sweep", "`counterpoint sweep`", frozenset({"sweep"})),
+    FileKind("cluster", "`counterpoint simulate --cluster`", frozenset({"cluster"})),
+    FileKind("machine", "--machine", frozenset({"gpu"})),
     FileKind("workload", "`counterpoint simulate`", frozenset({"num_ranks"})),
     FileKind("plan", "`counterpoint plan show`", frozenset({"verdict", "directives", "step_fingerprint"})),
     FileKind("calibration", "--calibration", frozenset({"device_name"})),
-    FileKind("job context", "`counterpoint check --context`", frozenset({"gpus", "torch_version", "environment"})),
+    FileKind("context", "`counterpoint check --context`", frozenset({"gpus", "environment", "filter_folder", "unknown"})),
 )
 
 _WILDCARDS = re.compile(r"[*?\[\]]+")
@@ -103,11 +101,16 @@ def _other_kind(kind: object, document: object) -> tuple[str, str] | None:
     if not isinstance(wanted, inspect.StructType) or not isinstance(document, dict):
         return None
     known = {field.encode_name for field in wanted.fields}
-    needed = next((each.name for each in FILE_KINDS if each.fields & known), "")
-    found = next((each for each in FILE_KINDS if each.fields & document.keys() - known), None)
-    if found is None or not needed:
+    needed, found = kind_of(known), kind_of(document.keys() - known)
+    if needed is None or found is None:
         return None
-    return f"the file looks like a {found.name}, and a {needed} is needed", f"A {found.name} is for {found.taker}."
+    name = f"{found.name} file"
+    return f"the file looks like a {name}, and a {needed.name} file is needed", f"A {name} is for {found.taker}."
+
+
+def kind_of(fields: Collection[str]) -> FileKind | None:
+    """Return the kind of TOML file that has these fields at its top, or None if that is unknown."""
+    return next((kind for kind in FILE_KINDS if not kind.fields.isdisjoint(fields)), None)
 
 
 def place_of(problem: msgspec.ValidationError, document: object) -> str:

@@ -21,12 +21,13 @@ from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_count, format_exact_bytes, format_numbered, format_numbers
-from counterpoint.value import Value, check_toml_name, read_toml, require, save_toml
+from counterpoint.value import Value, read_toml, require, save_toml, toml_output
 
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
 NUM_SHOWN = 4  # most ranges of numbers in a message; a plan may have hundreds
 PLAN_FILE = "plan.toml"  # in commands that are printed
+PLAN = toml_output("plan")
 
 
 class Match(Value, frozen=True, kw_only=True):
@@ -265,18 +266,14 @@ def load_plan(path: Path | str) -> Plan:
     return read_toml(path, Plan, PlanError)
 
 
-def check_plan_name(path: Path) -> None:
-    """Raise `PlanError` for a file whose name does not say that it is TOML: it might be a trace, which would be lost."""
-    check_toml_name(path, "plan", PlanError)
-
-
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan as TOML. Raises `PlanError` if the file cannot be written, or if its name does not end in .toml."""
+    """Write a plan as TOML. Raises `PlanError` if the file cannot be written, if its name does not end in .toml, or if it
+    holds something other than a plan.
+    """
     require_kind(
         plan,
         Plan,
         "the first argument of save_plan must be a Plan",
         "Pass the plan, then the path: save_plan(tuning.plan, path).",
     )
-    check_plan_name(Path(path))
-    save_toml(path, plan, "plan", PlanError)
+    save_toml(path, plan, PLAN, PlanError)

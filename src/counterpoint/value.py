@@ -6,17 +6,18 @@ A value is frozen, built by keyword, checked when built, comparable, printable, 
 import gc
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from counterpoint.display import MOST_LETTERS, fields_in_short
 from counterpoint.errors import CounterpointError, shown_path
-from counterpoint.files import GZIP_MAGIC, read_limited
-from counterpoint.mismatch import describe_mismatch, place_of
+from counterpoint.files import GZIP_MAGIC, MAX_TEXT_BYTES, read_limited
+from counterpoint.mismatch import describe_mismatch, kind_of, place_of
+from counterpoint.units import format_choice
 
 PACKAGE = Path(__file__).parent  # found so, since importlib.resources would take a fifth of `import counterpoint`
 T = TypeVar("T")
@@ -129,13 +130,69 @@ def _mismatch(problem: msgspec.ValidationError, kind: type[T], content: bytes) -
     return f"{place}: {cause}" if place and not str(cause).startswith(place) else str(cause)
 
 
-def check_toml_name(path: Path, what: str, error: type[CounterpointError]) -> None:
-    """Raise `error` for a file of kind `what` whose name does not say that it is TOML."""
-    require(
-        path.suffix.lower() == ".toml",
-        error,
-        f"A {what} file must end in .toml; found '{shown_path(path.name)}'. Rename it.",
-    )
+class OutputKind(NamedTuple):
+    """A kind of file that is written: what it is called, the endings of its name (none: any), and whether bytes are one."""
+
+    name: str
+    suffixes: tuple[str, ...]
+    is_own: Callable[[bytes], bool]
+
+
+def toml_output(name: str) -> OutputKind:
+    """Return the kind of output that `mismatch.FILE_KINDS` calls so."""
+    return OutputKind(name, (".toml",), lambda content: _toml_kind(content) == name)
+
+
+def copy_output(name: str, text: str) -> OutputKind:
+    """Return the kind of a template that users edit: only an unchanged copy of `text` may be written again."""
+    return OutputKind(name, (".toml",), lambda content: content == text.encode())
+
+
+def json_output(name: str, *fields: str) -> OutputKind:
+    """Return the kind of a JSON file that has all these fields at its top."""
+    return OutputKind(name, (".json",), lambda content: set(fields) <= _json_fields(content))
+
+
+def text_output(name: str, suffixes: tuple[str, ...], *heads: str) -> OutputKind:
+    """Return the kind of a text that begins with one of `heads`."""
+    return OutputKind(name, suffixes, lambda content: content.startswith(tuple(map(str.encode, heads))))
+
+
+def _toml_kind(content: bytes) -> str:
+    """Return which kind of TOML file this is; empty if it is none that is known."""
+    try:
+        found = kind_of(msgspec.toml.decode(content, type=dict[str, object]).keys())
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return ""
+    return "" if found is None else found.name
+
+
+def _json_fields(content: bytes) -> set[str]:
+    try:
+        return set(msgspec.json.decode(content, type=dict[str, msgspec.Raw]))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return set()
+
+
+def check_suffix(path: Path, kind: OutputKind, error: type[CounterpointError]) -> None:
+    """Raise `error` for a file whose name does not end as its kind says; it might be something else, which would be lost."""
+    if kind.suffixes and not path.name.lower().endswith(kind.suffixes):
+        article = "An" if kind.name[0] in "aeiou" else "A"
+        endings = format_choice(kind.suffixes)
+        raise error(f"{article} {kind.name} file must end in {endings}; found '{shown_path(path.name)}'. Rename it.")
+
+
+def check_replaced(path: Path, kind: OutputKind, error: type[CounterpointError]) -> None:
+    """Raise `error` if writing a file of this kind would replace something else, or a template that was edited."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        content = file.read(MAX_TEXT_BYTES)
+    if not content.strip() or kind.is_own(content):
+        return
+    other = _toml_kind(content) if ".toml" in kind.suffixes else ""
+    found = f"no {kind.name}" if not other else "an edited one" if other == kind.name else f"a {other}, not a {kind.name}"
+    raise error(f"'{shown_path(path)}' would be replaced, and holds {found}. Name another file, or remove it first.")
 
 
 def shipped_names(folder: str) -> list[str]:
@@ -153,26 +210,31 @@ def shipped_text(name: str) -> str:
     return (PACKAGE / name).read_text("utf-8")
 
 
-def save_toml(path: Path | str, value: object, what: str, error: type[CounterpointError]) -> None:
-    """Write `value` as TOML; if that is impossible, raise one `error`, which calls it `what`."""
-    save_text(path, write_toml(value), what, error)
+def save_toml(path: Path | str, value: object, kind: OutputKind, error: type[CounterpointError]) -> None:
+    """Write `value` as TOML; if that is impossible, or would replace something else, raise one `error`."""
+    save_text(path, write_toml(value), kind, error)
 
 
-def save_text(path: Path | str, text: str, what: str, error: type[CounterpointError]) -> None:
-    """Write a text; if that is impossible, raise one `error`, which calls it `what`."""
+def save_text(path: Path | str, text: str, kind: OutputKind, error: type[CounterpointError]) -> None:
+    """Write a text; if that is impossible, or would replace something else, raise one `error`."""
+    file = Path(path)
+    check_suffix(file, kind, error)
     try:
-        write_whole(Path(path), text.encode())
+        check_replaced(file, kind, error)
+        write_whole(file, text.encode())
     except OSError as problem:
         raise error(
-            f"Cannot write the {what} to {shown_path(path)}: {problem.strerror}. Name a file that you may write."
+            f"Cannot write the {kind.name} to {shown_path(path)}: {problem.strerror}. Name a file that you may write."
         ) from problem
 
 
-def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
-    """Refuse, before any work is done, an output that cannot be written or that the command already uses."""
+def check_outputs(outputs: Sequence[tuple[Path | None, OutputKind]], inputs: Sequence[str | Path | None] = ()) -> None:
+    """Refuse, before any work is done, an output that cannot be written, that the command already uses, that is called like
+    another kind of file, or that is one.
+    """
     # not `Path.resolve`, which raises an error of its own where links lead in a circle
     taken = {Path(os.path.realpath(path)) for path in inputs if path is not None}
-    for path in outputs:
+    for path, _ in outputs:
         if path is None:
             continue
         if str(path) == "-":
@@ -195,6 +257,10 @@ def check_outputs(outputs: Sequence[Path | None], inputs: Sequence[str | Path | 
         if target in taken:
             raise CounterpointError(f"Cannot write '{shown_path(path)}': this command already uses that file. Name another.")
         taken.add(target)
+    for path, kind in outputs:
+        if path is not None:
+            check_suffix(path, kind, CounterpointError)
+            check_replaced(path, kind, CounterpointError)
 
 
 def write_whole(path: Path, content: bytes) -> None:

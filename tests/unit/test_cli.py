@@ -112,7 +112,7 @@ def test_an_empty_plan_is_saved_with_its_verdict_and_changes_nothing(tmp_path: P
 
 
 def test_a_plan_replaces_an_older_one_and_leaves_no_other_file(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text("older and longer\n" * 1000)
+    (tmp_path / "plan.toml").write_text("verdict = 'NO_GAIN'\n" + "# older and longer\n" * 1000)
     assert counterpoint("tune", "cb_ar_opt1", "-o", "plan.toml", cwd=tmp_path).returncode == 0
     assert (tmp_path / "plan.toml").read_text().startswith('step_name = "cb_ar_opt1"')
     assert [path.name for path in tmp_path.iterdir()] == ["plan.toml"]
@@ -178,6 +178,12 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert counterpoint("simulate", "cb_ar_opt2", "--machine", "my.toml", cwd=tmp_path).returncode == 0
     assert "Name one, or add --probe" in refusal("machines", "-o", "my.toml", cwd=tmp_path)
     assert "must end in .toml" in refusal("machines", "h200", "-o", "my.txt", cwd=tmp_path)
+    assert counterpoint("machines", "h200", "-o", "my.toml", cwd=tmp_path).returncode == 0
+    with (tmp_path / "my.toml").open("a") as file:
+        file.write("# mine\n")
+    assert "'my.toml' would be replaced, and holds an edited one" in refusal(
+        "machines", "h200", "-o", "my.toml", cwd=tmp_path
+    )
 
 
 @pytest.mark.parametrize("name", workload_names())

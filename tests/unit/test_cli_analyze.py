@@ -128,7 +128,7 @@ def test_a_log_refuses_what_needs_steps_in_one_line(tmp_path: Path) -> None:
         ([DDP[0], "--fail-if", "exposed"], "--fail-if takes conditions"),
         ([DDP[0], "--no-recover", "--fail-if", "step > baseline"], "Add --baseline FILE"),
         ([DDP[0], "--baseline", DDP[0]], "is not a saved analysis"),
-        ([DDP[0], "--merge", "out.txt"], "written to .json or .json.gz"),
+        ([DDP[0], "--merge", "out.txt"], "A trace file must end in .json or .json.gz"),
         ([DDP[0], "--html", DDP[0]], "already uses that file"),
         ([DDP[0], "--rules", str(Path(__file__))], "is not TOML"),
         ([DDP[0], "--machine", "no_such_gpu"], "Unknown machine 'no_such_gpu'"),

@@ -16,6 +16,7 @@ from counterpoint.machine import load_machine, save_machine
 from helpers.command import COUNTERPOINT, TRACES, counterpoint, refusal
 from helpers.trace_builder import MATMUL, TraceBuilder, small_trace
 
+CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 MOE = TRACES / "moe.rank0.json.gz"
 SOURCES = Path(__file__).parents[2] / "src" / "counterpoint"
 H200 = (SOURCES / "machines" / "h200.toml").read_text()
@@ -67,7 +68,7 @@ def directive(control: str, kind: str = "communication", match: str = "") -> str
         (
             "a.toml",
             directive('control = "priority", priority = -5').encode(),
-            ["a.toml: the file looks like a plan, and a workload is needed", "counterpoint plan show"],
+            ["a.toml: the file looks like a plan file, and a workload file is needed", "counterpoint plan show"],
         ),
         ("a.toml", CYCLE.encode(), ["cycle: a -> b -> a", "Break it"]),
     ],
@@ -240,7 +241,10 @@ CAP = 'control = "residency_cap", ctas_per_sm = {}, dynamic_shared_bytes = {}'
         (NOISE, ["plan.toml is not text"]),
         (b"", ["plan.toml: the file is empty", "make it again"]),
         (b"x", ["plan.toml is not TOML"]),
-        (H200, ["plan.toml: the file looks like a machine file, and a plan is needed. A machine file is for --machine."]),
+        (
+            H200,
+            ["plan.toml: the file looks like a machine file, and a plan file is needed. A machine file is for --machine."],
+        ),
         ('step_name = "s"\nstep_fingerprint = "0"', ["was made for step 's' (0)", "Run `counterpoint tune`"]),
         ('machine = "a100"', ["was made for machine 'a100', not for 'h200'", "Run `counterpoint tune`"]),
         (directive('control = "magic"'), ["directives[0].controls[0].control must be one of 'residency_cap',", "'magic'"]),
@@ -319,10 +323,59 @@ def test_a_timeline_of_another_format_is_refused_before_anything_is_written(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+FOREIGN = {"w.toml": WORKLOAD, "a.json": '{"schema": "counterpoint.analysis/1", "ranks": [], "headline": {}}'}
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["tune", "cb_ar_opt1", "-o", "w.toml"], "holds a workload, not a plan."),
+        (["workloads", "cb_ar_opt2", "-o", "w.toml"], "holds an edited one."),
+        (["machines", "h200", "-o", "w.toml"], "holds a workload, not a machine."),
+        (["check", "-o", "w.toml"], "holds a workload, not a context."),
+        (["bench", "paper", "cb_ar_opt2", "--simulate", "h200", "-o", "a.json"], "holds no results."),
+        (["tune", "cb_ar_opt1", "--timeline", "a.json"], "holds no timeline."),
+        (["analyze", MOE, "--merge", "a.json"], "holds no trace."),
+        (["analyze", MOE, "--html", "page.html"], "holds no page."),
+        (["analyze", MOE, "--markdown", "notes.md"], "holds no summary."),
+        (["bench", "allocations", "h200", "-o", "notes.md"], "holds no page."),
+        (["plan", "export", "p.toml", "--nccl-tuner", "-o", "notes.csv"], "holds no tuner."),
+        (["sweep", "s.toml", "-o", "notes.csv"], "holds no sweep."),
+        (["bench", "allocations", "h200", "-o", "w.toml"], "A page file must end in .md; found 'w.toml'"),
+        (["bench", "paper", "--simulate", "h200", "-o", "w.toml"], "A results file must end in .json; found"),
+        (["analyze", MOE, "-o", "w.toml"], "An analysis file must end in .json; found 'w.toml'"),
+        (["analyze", MOE, "--html", "w.toml"], "A page file must end in .html or .htm; found 'w.toml'"),
+    ],
+)
+def test_a_file_of_another_kind_or_an_edited_template_is_not_replaced(command: list[str], says: str, tmp_path: Path) -> None:
+    plan = "[[directives]]\nreason = 'r'\nmatch = {}\ncontrols = [{control = 'communication_ctas', max_ctas = 4}]\n"
+    notes = dict.fromkeys(("page.html", "notes.md", "notes.csv"), "my notes\n")
+    files = FOREIGN | notes | {"p.toml": plan, "s.toml": (CLUSTERS / "sweep_512.toml").read_text()}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert says in refusal(*command, cwd=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+def test_what_a_command_wrote_it_may_write_again(tmp_path: Path) -> None:
+    every = ("-o", "a.json", "--html", "p.html", "--markdown", "m.md", "--merge", "t.json.gz", "--no-recover")
+    for command in (
+        ("analyze", MOE, *every),
+        ("analyze", MOE, *every, "--fail-if", "exposed > 0%"),
+        ("tune", "cb_ar_opt1", "-o", "plan.toml", "--timeline", "lanes.svg"),
+        ("workloads", "cb_ar_opt2", "-o", "w.toml"),
+        ("check", "-o", "c.toml"),
+        ("bench", "paper", "cb_ar_opt2", "--simulate", "h200", "-o", "r.json"),
+        ("bench", "allocations", "h200", "-o", "a.md"),
+    ):
+        assert {counterpoint(*command, cwd=tmp_path).returncode for _ in range(2)} <= {0, 1}, command
+
+
 @pytest.mark.parametrize("arguments", [["-o", "old.toml"], ["--timeline", "old.json"]])
 def test_a_full_disk_leaves_the_old_file_whole(arguments: list[str], tmp_path: Path) -> None:
     old = tmp_path / arguments[1]
-    old.write_text("precious")
+    precious = {"old.toml": "verdict = 'GAIN'", "old.json": '{"displayTimeUnit":"ms","traceEvents":[]}'}[old.name]
+    old.write_text(precious)
     done = subprocess.run(
         [COUNTERPOINT, "tune", "cb_ar_opt1", *arguments],
         cwd=tmp_path,
@@ -334,7 +387,7 @@ def test_a_full_disk_leaves_the_old_file_whole(arguments: list[str], tmp_path: P
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "File too large" in done.stderr
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(old.name, "precious")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(old.name, precious)]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

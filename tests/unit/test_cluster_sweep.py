@@ -11,9 +11,10 @@ from rich.console import Console
 from counterpoint.cluster.description import load_cluster
 from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
-from counterpoint.cluster.sweep_store import SweepStore, check_store
+from counterpoint.cluster.sweep_store import ROWS, SweepStore
 from counterpoint.errors import CounterpointError, DeviceError, MachineError
 from counterpoint.report.sweep import draw_front, print_sweep, tell_progress
+from counterpoint.value import check_outputs
 
 BASE = Path(__file__).parents[2] / "examples" / "clusters" / "sweep_512.toml"
 AXES = "[sweep]\nrecompute = ['full']\ntensor = [4, 8]\npipeline = [2, 4]\nmicro_batch = [1, 2, 3]\n"
@@ -115,8 +116,8 @@ def test_ray_that_is_missing_or_unreachable_and_odd_files_are_one_line(tmp_path:
     sweep = sweep_file(tmp_path, "[sweep]\ntensor = [8]\n")
     with pytest.raises(DeviceError, match="ray"):
         run_sweep(sweep, SweepStore(None), ray_address="127.0.0.1:9")
-    with pytest.raises(CounterpointError, match=r"\.csv or \.parquet"):
-        check_store(tmp_path / "rows.txt")
+    with pytest.raises(CounterpointError, match=r"A sweep file must end in \.csv or \.parquet"):
+        check_outputs(((tmp_path / "rows.txt", ROWS),))
 
 
 def test_the_front_is_drawn_and_no_word_of_its_table_is_cut_on_narrow_terminals(tmp_path: Path) -> None:

@@ -139,9 +139,11 @@ def test_place_kind_and_value_are_told(kind: type[Any], steps: tuple[str | int, 
 @pytest.mark.parametrize("wanted", DOCUMENTS)
 @pytest.mark.parametrize("given", DOCUMENTS)
 def test_a_file_of_another_kind_is_called_so(wanted: type[Any], given: type[Any]) -> None:
-    names = {Plan: "plan", JobContext: "job context", Machine: "machine file", Description: "workload"}
+    names = {Plan: "plan", JobContext: "context", Machine: "machine", Description: "workload"}
     if wanted is not given:
-        says = f"the file looks like a {names[given]}, and a {names[wanted]} is needed. A {names[given]} is for "
+        says = (
+            f"the file looks like a {names[given]} file, and a {names[wanted]} file is needed. A {names[given]} file is for "
+        )
         assert refused(wanted, DOCUMENTS[given]).startswith(says)
 
 

@@ -350,7 +350,7 @@ def test_validate_prints_figures_of_a_file() -> None:
     [
         (("-o", "x.json"), "-o is where --measure writes"),
         (("--measure",), "--measure needs a file to write: add -o NAME.json."),
-        (("--measure", "-o", "x.txt"), "The file of --measure must end in .json; found 'x.txt'. Rename it."),
+        (("--measure", "-o", "x.txt"), "A measurements file must end in .json; found 'x.txt'. Rename it."),
         (("x.json", "--measure", "-o", "y.json"), "--measure takes no FILE to compare with; found x.json."),
         (("missing.json",), "missing.json"),
     ],

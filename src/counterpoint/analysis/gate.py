@@ -23,8 +23,9 @@ from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures, s
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.units import format_percent, format_us
-from counterpoint.value import Value, decode_json, require
+from counterpoint.value import Value, decode_json, json_output, require
 
+ANALYSIS = json_output("analysis", "schema", "ranks", "headline")
 Unit = Literal["share", "us"]
 SHARES_ONLY = ("overlap",)
 CAUSES: Final[tuple[str, ...]] = get_args(Cause)

@@ -34,6 +34,15 @@ class Outputs(NamedTuple):
     markdown: Path | None
     merged: Path | None
 
+    def check(self, inputs: Sequence[str | Path | None]) -> None:
+        """Raise `CounterpointError` for a file that cannot be written, or would replace something else."""
+        from counterpoint.analysis.gate import ANALYSIS  # noqa: PLC0415  a fast --help
+        from counterpoint.report.analysis_markdown import SUMMARY  # noqa: PLC0415
+        from counterpoint.report.analysis_page import PAGE  # noqa: PLC0415
+        from counterpoint.traces.chrome import CHROME  # noqa: PLC0415
+
+        check_outputs(tuple(zip(self, (ANALYSIS, PAGE, SUMMARY, CHROME), strict=True)), inputs)
+
 
 @click.command(
     cls=Command,
@@ -96,13 +105,10 @@ def analyze(
     """
     from counterpoint.analysis.gate import load_baseline, parse_condition, violations  # noqa: PLC0415  a fast --help
     from counterpoint.machine import load_machine  # noqa: PLC0415
-    from counterpoint.traces.chrome import check_chrome_path  # noqa: PLC0415
     from counterpoint.traces.classify import use_rules  # noqa: PLC0415
 
     outputs = Outputs(output, html, markdown, merge)
-    check_outputs(outputs, (*traces, *compare, baseline, rules))
-    if merge is not None:
-        check_chrome_path(merge)
+    outputs.check((*traces, *compare, baseline, rules))
     if machine is not None and not simulates:
         raise CounterpointError("--machine is for what can be recovered. Leave out --machine or --no-recover.")
     if machine is not None:
@@ -238,16 +244,18 @@ def _write(outputs: Outputs, found: "Analysis", failures: Sequence[str]) -> None
 
         write_analysis_trace(outputs.merged, found)
     if outputs.saved is not None:
-        save_text(outputs.saved, write_json(found), "analysis", AnalysisError)
+        from counterpoint.analysis.gate import ANALYSIS  # noqa: PLC0415
+
+        save_text(outputs.saved, write_json(found), ANALYSIS, AnalysisError)
     if outputs.html is not None:
         from counterpoint.report.analysis_page import write_page  # noqa: PLC0415
 
         write_page(outputs.html, found)
     if outputs.markdown is not None:
-        from counterpoint.report.analysis_markdown import markdown_summary  # noqa: PLC0415
+        from counterpoint.report.analysis_markdown import SUMMARY, markdown_summary  # noqa: PLC0415
 
         failed = "".join(f"- **fails**: {line}\n" for line in failures)
-        save_text(outputs.markdown, failed + markdown_summary(found), "summary", AnalysisError)
+        save_text(outputs.markdown, failed + markdown_summary(found), SUMMARY, AnalysisError)
 
 
 def _print(found: "Analysis", *, is_json: bool) -> None:

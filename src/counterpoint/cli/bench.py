@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from counterpoint.cli.options import Group, argument, complete_shipped, file_option, output_option
-from counterpoint.errors import DeviceError, WorkloadError, shown
-from counterpoint.value import check_outputs, write_json, write_whole
+from counterpoint.errors import CounterpointError, DeviceError, WorkloadError, shown
+from counterpoint.value import check_outputs, save_text, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +94,10 @@ def bench_paper(
     The grid is sequential, plain overlap, priority, residency caps, head start, and the planner's choice. A sweep varies one
     axis under sequential, plain overlap, priority and copy engines. It prints TimeRatio and overlap ratio.
     """
-    check_outputs((output, plot))
+    from counterpoint.paper.stored import RESULTS  # noqa: PLC0415  a fast --help
+    from counterpoint.report.plots import PLOT  # noqa: PLC0415
+
+    check_outputs(((output, RESULTS), (plot, PLOT)))
     asked = BenchOptions(workloads, sweep, iterations, rounds, energy, plot, output, again)
     asked.check(is_simulated=simulate is not None)
     if simulate is not None:
@@ -120,17 +123,17 @@ def bench_allocations(machines: tuple[str, ...], output: Path | None) -> None:
     The page (Markdown) holds reference allocations of the first paper's matmuls: what sets each residency, what it leaves
     free and what it costs.
     """
-    check_outputs((output,))
     from counterpoint.machine import load_machine, machine_names  # noqa: PLC0415
     from counterpoint.paper.allocations import allocations_of  # noqa: PLC0415
-    from counterpoint.report.allocations import allocations_page  # noqa: PLC0415
+    from counterpoint.report.allocations import ALLOCATIONS, allocations_page  # noqa: PLC0415
 
+    check_outputs(((output, ALLOCATIONS),))
     loaded = [load_machine(name) for name in machines or machine_names()]
     page = allocations_page([(machine, allocations_of(machine)) for machine in loaded])
     if output is None:
         print(page, end="")
     else:
-        write_whole(output, page.encode())
+        save_text(output, page, ALLOCATIONS, CounterpointError)
 
 
 class BenchOptions(msgspec.Struct, frozen=True):
@@ -160,7 +163,7 @@ class BenchOptions(msgspec.Struct, frozen=True):
                 raise WorkloadError("--plot draws sweeps, and none was asked for. Add --sweep ctas, or leave --plot out.")
             from counterpoint.report.plots import check_plot  # noqa: PLC0415
 
-            check_plot(self.plot)
+            check_plot()
 
     def check_panels(self, number: int) -> None:
         """Raise `CounterpointError` if a plot was requested that cannot hold `number` sweeps."""
@@ -341,5 +344,7 @@ def _save(
 ) -> None:
     """Store the results with the conditions under which they were obtained, in one object, as benchmarks do."""
     if output is not None:
+        from counterpoint.paper.stored import RESULTS  # noqa: PLC0415
+
         stored = {"conditions": conditions, **({"bounds": dict(bounds)} if bounds else {}), "result": results}
-        write_whole(output, f"{write_json(stored)}\n".encode())
+        save_text(output, f"{write_json(stored)}\n", RESULTS, CounterpointError)

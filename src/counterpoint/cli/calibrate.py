@@ -14,7 +14,7 @@ import msgspec
 
 from counterpoint.cli.options import Command, output_option
 from counterpoint.errors import MachineError, say, shown, shown_path
-from counterpoint.value import check_outputs, check_toml_name, require
+from counterpoint.value import check_outputs, require
 
 if TYPE_CHECKING:
     from counterpoint.cuda.probes.runner import ProbeResult
@@ -45,10 +45,9 @@ def calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     those of collectives and copies, too; torchrun starts the command on them. What FILE already holds is not measured again.
     """
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415  a fast --help
+    from counterpoint.sim.calibration_file import CALIBRATION  # noqa: PLC0415
 
-    check_outputs((output,))
-    if output is not None:
-        check_toml_name(output, "calibration", MachineError)
+    check_outputs(((output, CALIBRATION),))
     require(
         not (again and only),
         MachineError,

@@ -6,7 +6,7 @@ import click
 
 from counterpoint.cli.options import COMMAND_FOLLOWS, Command, argument, file_option, json_option, output_option
 from counterpoint.errors import CounterpointError
-from counterpoint.value import check_outputs, check_toml_name, write_json, write_toml, write_whole
+from counterpoint.value import check_outputs, save_toml, write_json
 
 
 @click.command(
@@ -37,14 +37,12 @@ def check(command: tuple[str, ...], context: Path | None, output: Path | None, i
     Exit code: 0 if nothing defeats overlap, 1 if something does, 2 for bad input.
     """
     from counterpoint.doctor.environment import at_command, gather  # noqa: PLC0415  a fast --help
-    from counterpoint.doctor.job_context import load_context  # noqa: PLC0415
+    from counterpoint.doctor.job_context import CONTEXT, load_context  # noqa: PLC0415
     from counterpoint.doctor.rules import find  # noqa: PLC0415
     from counterpoint.report.check import print_check, summarize_check  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
 
-    check_outputs((output,), inputs=(context,))
-    if output is not None:
-        check_toml_name(output, "context", CounterpointError)
+    check_outputs(((output, CONTEXT),), inputs=(context,))
     if output is not None and (command or context is not None):
         raise CounterpointError("-o saves this machine alone. Leave out the command and --context, or leave out -o.")
     words = list(command)
@@ -55,7 +53,7 @@ def check(command: tuple[str, ...], context: Path | None, output: Path | None, i
         seen = at_command(seen, words) if words else seen
     findings = find(seen)
     if output is not None:
-        write_whole(output, write_toml(seen).encode())
+        save_toml(output, seen, CONTEXT, CounterpointError)
     checked = summarize_check(seen, findings)
     if is_json:
         print(write_json(checked))

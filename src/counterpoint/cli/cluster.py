@@ -103,16 +103,16 @@ def sweep(file: Path, output: Path | None, ray: str | None, plot: Path | None, i
     """
     from counterpoint.cluster.sweep import front, run_sweep  # noqa: PLC0415  a fast --help
     from counterpoint.cluster.sweep_file import load_sweep  # noqa: PLC0415
-    from counterpoint.cluster.sweep_store import SweepStore, check_store  # noqa: PLC0415
-    from counterpoint.report.plots import check_plot  # noqa: PLC0415
+    from counterpoint.cluster.sweep_store import ROWS, SweepStore, check_store  # noqa: PLC0415
+    from counterpoint.report.plots import PLOT, check_plot  # noqa: PLC0415
     from counterpoint.report.sweep import draw_front, print_sweep, tell_progress  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, new_console  # noqa: PLC0415
 
-    check_outputs(outputs=(output, plot), inputs=(file,))
+    check_outputs(((output, ROWS), (plot, PLOT)), inputs=(file,))
     if output is not None:
         check_store(output)
     if plot is not None:
-        check_plot(plot)
+        check_plot()
     described = load_sweep(file)
     store = SweepStore(output)
     with ProgressLine(is_shown=not is_json) as show:

@@ -6,7 +6,7 @@ import click
 
 from counterpoint.cli.options import FILE, Group, argument, json_option, output_option
 from counterpoint.errors import CounterpointError, say, shown
-from counterpoint.value import check_outputs, write_json, write_whole
+from counterpoint.value import check_outputs, save_text, write_json
 
 
 @click.group(cls=Group)
@@ -80,7 +80,7 @@ def export(file: Path, *, nccl_tuner: bool, output: Path | None, step: str | Non
     """
     from counterpoint.job import load_job  # noqa: PLC0415  a fast --help
     from counterpoint.plan import load_plan  # noqa: PLC0415
-    from counterpoint.report.nccl_tuner import ALGORITHMS, PROTOCOLS, tuner_file  # noqa: PLC0415
+    from counterpoint.report.nccl_tuner import ALGORITHMS, PROTOCOLS, TUNER, tuner_file  # noqa: PLC0415
 
     if not nccl_tuner:
         raise CounterpointError("No export format was given. Add --nccl-tuner.")
@@ -89,12 +89,12 @@ def export(file: Path, *, nccl_tuner: bool, output: Path | None, step: str | Non
     if chosen is None or wire is None:
         what, wrong, known = ("algorithm", algorithm, ALGORITHMS) if chosen is None else ("protocol", protocol, PROTOCOLS)
         raise CounterpointError(f"NCCL has no {what} '{shown(wrong)}'. Give one of {', '.join(known)}.")
-    check_outputs((output,), inputs=(file,))
+    check_outputs(((output, TUNER),), inputs=(file,))
     found = tuner_file(load_plan(file), load_job(step).step if step is not None else None)
     text = found.written(chosen, wire)
     if output is None:
         print(text, end="")
     else:
-        write_whole(output, text.encode())
+        save_text(output, text, TUNER, CounterpointError)
     for line in found.left_out:
         say(f"not in the file: {line}")

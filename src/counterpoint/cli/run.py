@@ -102,7 +102,7 @@ def run(
 
 def _check_options(plan: Path | None, step: str | None, output: Path | None, *, is_tuning: bool) -> None:
     """Raise `CounterpointError` for options that cannot be combined, and for a file that cannot be written."""
-    from counterpoint.plan import check_plan_name  # noqa: PLC0415
+    from counterpoint.plan import PLAN  # noqa: PLC0415
 
     if output is not None and not is_tuning:
         raise CounterpointError(f"'{output}' is for the plan that --tune finds. Add --tune, or leave out -o.")
@@ -115,9 +115,7 @@ def _check_options(plan: Path | None, step: str | None, output: Path | None, *, 
             raise CounterpointError(
                 f"--{name} is for the controls of --plan and --tune. Add one of them, or leave out --{name}."
             )
-    check_outputs((output,), (plan, step))
-    if output is not None:
-        check_plan_name(output)
+    check_outputs(((output, PLAN),), (plan, step))
 
 
 def _is_given(option: str) -> bool:

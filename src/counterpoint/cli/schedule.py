@@ -297,11 +297,9 @@ def tune(
     The schedules of (M, K) @ (K, N), forward and backward, are measured beside the sequential form. The fastest are kept.
     torchrun starts the command, once for every GPU.
     """
-    from counterpoint.plan import check_plan_name  # noqa: PLC0415  a fast --help
+    from counterpoint.plan import PLAN  # noqa: PLC0415  a fast --help
 
-    check_outputs((output,))
-    if output is not None:
-        check_plan_name(output)
+    check_outputs(((output, PLAN),))
     started = os.environ.get("WORLD_SIZE", "1")  # torchrun's
     num_ranks = int(started) if started.isdecimal() else 1
     sizes = {"num_ranks": num_ranks, "num_rows": num_rows, "num_inner": num_inner, "num_columns": num_columns}

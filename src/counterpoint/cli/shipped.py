@@ -32,7 +32,7 @@ def machines(name: str | None, is_probing: bool, output: Path | None, is_json: b
 
     Every figure of a machine is printed with its source.
     """
-    from counterpoint.machine import load_machine, machine_names, save_template  # noqa: PLC0415
+    from counterpoint.machine import MACHINE, load_machine, machine_names, save_template  # noqa: PLC0415
     from counterpoint.report.shipped import print_machine, print_machines  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
@@ -43,7 +43,7 @@ def machines(name: str | None, is_probing: bool, output: Path | None, is_json: b
     if output is not None:
         if name is None:
             raise CounterpointError(f"Which machine should '{shown(output)}' hold? Name one, or add --probe for this one.")
-        check_outputs((output,), (name,))
+        check_outputs(((output, MACHINE),), (name,))
         save_template(name, output)
     found = [load_machine(each) for each in ([name] if name is not None else machine_names())]
     if is_json:
@@ -58,16 +58,14 @@ def machines(name: str | None, is_probing: bool, output: Path | None, is_json: b
 
 def _probe_machine(name: str | None, output: Path | None, is_json: bool) -> None:
     from counterpoint.cuda.probing import probe  # noqa: PLC0415
-    from counterpoint.machine import check_machine_path, save_machine  # noqa: PLC0415
+    from counterpoint.machine import MACHINE, save_machine  # noqa: PLC0415
     from counterpoint.report.shipped import print_probed  # noqa: PLC0415
     from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
 
     if name is not None:
         raise CounterpointError(f"--probe looks at the GPUs of this machine, not at '{name}'. Leave out one of the two.")
-    check_outputs((output,))
-    if output is not None:
-        check_machine_path(output)
+    check_outputs(((output, MACHINE),))
     probed = probe()
     if output is not None:
         save_machine(probed.machine, output)
@@ -104,11 +102,12 @@ def workloads(name: str | None, output: Path | None, is_json: bool) -> None:
     from counterpoint.report.text import new_console  # noqa: PLC0415
     from counterpoint.value import write_json  # noqa: PLC0415
     from counterpoint.workloads import load_description, save_template, workload_names, workload_text  # noqa: PLC0415
+    from counterpoint.workloads.reader import WORKLOAD  # noqa: PLC0415
 
     if output is not None:
         if name is None:
             raise CounterpointError(f"Which workload should '{shown(output)}' hold? Name one.")
-        check_outputs((output,), (name,))
+        check_outputs(((output, WORKLOAD),), (name,))
         save_template(name, output)
     found = [load_description(each) for each in ([name] if name is not None else workload_names())]
     if is_json:

@@ -78,16 +78,14 @@ def tune(
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
     from counterpoint.job import load_job, names_function  # noqa: PLC0415
-    from counterpoint.plan import check_plan_name, save_plan  # noqa: PLC0415
+    from counterpoint.plan import PLAN, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
+    from counterpoint.report.timeline_picture import TIMELINE  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    check_outputs(outputs=(output, timeline), inputs=(step, machine, calibration))
-    _check_timeline(timeline)
-    if output is not None:
-        check_plan_name(output)
+    check_outputs(((output, PLAN), (timeline, TIMELINE)), inputs=(step, machine, calibration))
     if names_function(step):
         if timeline is not None:
             raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
@@ -166,11 +164,11 @@ def simulate(
     from counterpoint.planner.idle_controls import review_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_simulation  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
+    from counterpoint.report.timeline_picture import TIMELINE  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
     check_cluster(step, cluster, machine, ranks)
-    check_outputs(outputs=(timeline,), inputs=(step, machine, plan, calibration, cluster))
-    _check_timeline(timeline)
+    check_outputs(((timeline, TIMELINE),), inputs=(step, machine, plan, calibration, cluster))
     if step is None:
         assert cluster is not None, "check_cluster lets nothing else pass"
         simulate_model(cluster, (plan, calibration, timeline), is_json)
@@ -218,13 +216,6 @@ def demo(context: click.Context) -> None:
 def _option(name: str, value: str | Path | None) -> tuple[str, ...]:
     """Return an option as it was typed."""
     return () if value is None else (name, str(value))
-
-
-def _check_timeline(path: Path | None) -> None:
-    if path is not None:
-        from counterpoint.report.timeline_picture import check_timeline_path  # noqa: PLC0415
-
-        check_timeline_path(path)
 
 
 def _write_timelines(path: Path | None, timelines: dict[str, "Timeline"]) -> None:

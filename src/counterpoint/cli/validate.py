@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from counterpoint.cli.options import FILE, Command, argument, json_option, output_option
-from counterpoint.errors import CounterpointError, shown_path
+from counterpoint.errors import CounterpointError
 from counterpoint.value import check_outputs, write_json
 
 if TYPE_CHECKING:
@@ -44,11 +44,10 @@ def validate(files: tuple[Path, ...], is_measuring: bool, output: Path | None, i
         raise CounterpointError(f"--measure takes no FILE to compare with; found {files[0]}. Name its output with -o.")
     if output is None:
         raise CounterpointError("--measure needs a file to write: add -o NAME.json.")
-    if output.suffix.lower() != ".json":
-        raise CounterpointError(f"The file of --measure must end in .json; found '{shown_path(output.name)}'. Rename it.")
-    check_outputs((output,))
     from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
+    from counterpoint.validation.records import MEASURED  # noqa: PLC0415
 
+    check_outputs(((output, MEASURED),))
     run_and_leave(lambda: _measure(output, is_json))
 
 

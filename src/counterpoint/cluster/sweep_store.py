@@ -16,11 +16,10 @@ import msgspec
 from counterpoint.cluster.estimate import ClusterEstimate
 from counterpoint.cluster.sweep_file import TABLE_OF
 from counterpoint.errors import CounterpointError, MachineError, shown_path
-from counterpoint.units import format_choice
-from counterpoint.value import Value, require, write_whole
+from counterpoint.value import OutputKind, Value, write_whole
 
-SUFFIXES = (".csv", ".parquet")
 PYARROW = "pyarrow>=15,<26"
+PARQUET_MAGIC = b"PAR1"
 SEPARATOR = "+"  # between the controls of one combination
 
 
@@ -37,13 +36,17 @@ FIGURES = tuple(ClusterEstimate.__struct_fields__)
 HEADER = ("key", *TABLE_OF, *FIGURES, "problem")
 
 
+def _holds_rows(content: bytes) -> bool:
+    """Return whether a file holds rows of a sweep; those of another version are told apart when they are read."""
+    is_parquet = content.startswith(PARQUET_MAGIC)
+    return all(name.encode() in content for name in TABLE_OF) if is_parquet else content.startswith(b"key,")
+
+
+ROWS = OutputKind("sweep", (".csv", ".parquet"), _holds_rows)
+
+
 def check_store(path: Path) -> None:
     """Raise `CounterpointError` for a file that cannot hold a sweep's rows, before anything is estimated."""
-    require(
-        path.suffix.lower() in SUFFIXES,
-        CounterpointError,
-        f"A sweep file must end in {format_choice(SUFFIXES)}; found '{shown_path(path)}'. Rename it.",
-    )
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise CounterpointError(
             f"A .parquet file needs 'pyarrow', which is not installed. Install it: pip install '{PYARROW}', or name a .csv "

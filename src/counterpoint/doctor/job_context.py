@@ -14,7 +14,9 @@ from typing import Literal
 import msgspec
 
 from counterpoint.errors import JobContextError
-from counterpoint.value import Value, read_toml, require
+from counterpoint.value import Value, read_toml, require, toml_output
+
+CONTEXT = toml_output("context")
 
 HintKind = Literal[
     "cuda_graph",

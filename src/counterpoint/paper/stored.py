@@ -12,8 +12,9 @@ from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.paper.values import PaperResult
 from counterpoint.step import Step
-from counterpoint.value import Value, decode_json, require, write_json, write_whole
+from counterpoint.value import Value, decode_json, json_output, require, write_json, write_whole
 
+RESULTS = json_output("results", "conditions", "result")
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # these are the same for all workloads of a file
 REMEDY = "Give a file that `bench paper -o` wrote on GPUs, or a new name"
 

@@ -8,7 +8,9 @@ from counterpoint.paper.allocations import CASES, LIGHT, SHAPED_TILES, Allocatio
 from counterpoint.paper.launches import compiled_launches
 from counterpoint.step import Footprint
 from counterpoint.units import format_change
+from counterpoint.value import text_output
 
+ALLOCATIONS = text_output("page", (".md",), "# Reference allocations\n")
 INTRODUCTION = """# Reference allocations
 
 How much dynamic shared memory per CTA sets each residency of the first paper's matmuls, what that leaves of an SM for the

@@ -11,12 +11,15 @@ from counterpoint.report.analysis_tables import tables_of
 from counterpoint.report.analysis_words import applicable, key_figures, notes_of, problems_of, subject
 from counterpoint.report.figure_tables import FigureTable, format_cell
 from counterpoint.units import format_count, format_us
+from counterpoint.value import OutputKind
 
 SHOWN_TABLES = ("changes", "causes", "recoverable", "ranks", "logged-groups")  # in this order; the HTML page has the others
 MOST_ROWS = 10
 MOST_CELL = 160  # letters
 MOST_SENTENCE = 1_000
 PARTED_AT = "@\u200b"  # a mention cannot be escaped; it can only be broken up
+_HEAD = re.compile(rb"(- \*\*fails\*\*: .*\n)*### .*\n\n(rank|\d+ ranks|NCCL)")  # verdict, then what was read
+SUMMARY = OutputKind("summary", (".md",), lambda content: _HEAD.match(content) is not None)
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$!&])")
 
 

@@ -20,8 +20,10 @@ from counterpoint.report.analysis_timeline import ROLES, Limits, describe_timeli
 from counterpoint.report.analysis_words import CAUSES, applicable, key_figures, notes_of, problems_of, subject
 from counterpoint.report.figure_tables import Cell, FigureColumn, FigureTable, format_cell
 from counterpoint.units import MIB, format_bytes, format_count, format_us
-from counterpoint.value import save_text, shipped_text
+from counterpoint.value import save_text, shipped_text, text_output
 
+TEMPLATE = "report/analysis_page.html"
+PAGE = text_output("page", (".html", ".htm"), shipped_text(TEMPLATE).partition("[[")[0])
 MAX_PAGE_BYTES = 8 * MIB
 SHORT_TEXT = 18  # cells up to this many letters are never folded
 LONG_TEXT = 60  # cells of this many letters or more get a wider column, and are cut to three lines until they are clicked
@@ -46,7 +48,7 @@ class AnalysisReport:
 
 def write_page(path: Path | str, analysis: Analysis) -> None:
     """Write the page to a file. Raises `CounterpointError` if that is impossible."""
-    save_text(path, render_page(analysis), "page", CounterpointError)
+    save_text(path, render_page(analysis), PAGE, CounterpointError)
 
 
 def render_page(analysis: Analysis) -> str:
@@ -94,7 +96,7 @@ def _render(analysis: Analysis, limits: Limits) -> str:
         "schema": SCHEMA,
         "data": _json(timeline_data(analysis, limits)),
     }
-    pieces = shipped_text("report/analysis_page.html").split("[[")
+    pieces = shipped_text(TEMPLATE).split("[[")
     return pieces[0] + "".join(_filled(piece, parts) for piece in pieces[1:])
 
 

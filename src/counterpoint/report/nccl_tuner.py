@@ -17,7 +17,7 @@ from counterpoint.controls import CommunicationCtas
 from counterpoint.errors import PlanError
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import CollectiveKind, Step
-from counterpoint.value import Value, require
+from counterpoint.value import Value, require, text_output
 
 Algorithm = Literal["tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat"]
 Protocol = Literal["ll", "ll128", "simple"]
@@ -43,6 +43,7 @@ HEADER = """\
 # Channels are the plan's CTAs. Algorithm and protocol were chosen when the file was written, not by the plan.
 # collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff
 """
+TUNER = text_output("tuner", (), HEADER.partition("\n")[0])
 
 
 class TunerLine(Value, frozen=True, kw_only=True):

@@ -9,14 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from counterpoint.errors import CounterpointError, shown_path
+from counterpoint.errors import CounterpointError
 from counterpoint.paper.values import COPY_ENGINES, PLAIN, PRIORITY, SEQUENTIAL, PaperRow, Sweep, SweepPoint
+from counterpoint.value import OutputKind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MATPLOTLIB = "matplotlib>=3.8,<4"  # the extra `report`
-FORMATS = (".svg", ".png", ".pdf")
+PLOT = OutputKind("plot", (".svg", ".png", ".pdf"), lambda content: b"atplotlib" in content)  # it names itself in each
 MOST_PANELS, MOST_COLUMNS = 32, 4
 PANEL_INCHES = (3.8, 2.9)
 # the Okabe-Ito palette, which people with color blindness can tell apart
@@ -32,15 +33,11 @@ AXIS_NAMES = {
 }
 
 
-def check_plot(path: Path) -> None:
-    """Raise `CounterpointError` if no plot can be drawn into this file, before anything runs."""
+def check_plot() -> None:
+    """Raise `CounterpointError` if no plot can be drawn here, before anything runs."""
     if find_spec("matplotlib") is None:
         raise CounterpointError(
             f"--plot needs 'matplotlib', which is not installed. Install it: pip install '{MATPLOTLIB}'."
-        )
-    if path.suffix.lower() not in FORMATS:
-        raise CounterpointError(
-            f"--plot writes {', '.join(FORMATS)}; found '{shown_path(path)}'. Name a file with one of these suffixes."
         )
 
 

@@ -8,19 +8,26 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from counterpoint.errors import TraceError, printable, shown_path
+from counterpoint.errors import TraceError, printable
 from counterpoint.metrics import measure
 from counterpoint.spans import Span, union, without
 from counterpoint.timeline import Timeline
-from counterpoint.traces.chrome import CHROME_SUFFIXES, write_chrome_trace
+from counterpoint.traces.chrome import CHROME_SUFFIXES, is_written_here, write_chrome_trace
 from counterpoint.units import format_change, format_us, us_to_ps
-from counterpoint.value import Value, write_whole
+from counterpoint.value import OutputKind, Value, save_text
 
 SUFFIX, DARK_SUFFIX = ".svg", ".dark.svg"
 WIDTH, LEFT, RIGHT = 880, 116, 8
 ROW, GAP, TITLE, HEAD, FOOT = 30, 4, 28, 30, 34  # heights
 LEAST_WIDTH = 0.05  # narrower gaps are drawn as none, in units of the page
 MOST_TICKS = 8
+
+SVG_HEAD = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH}'
+TIMELINE = OutputKind(
+    "timeline",
+    (SUFFIX, *CHROME_SUFFIXES),
+    lambda content: content.startswith(SVG_HEAD.encode()) or is_written_here(content),
+)
 
 
 class Colors(Value, frozen=True, kw_only=True):
@@ -37,25 +44,17 @@ LIGHT = Colors(text="#1f2328", faint="#8c959f", computation="#56a0d3", hidden="#
 DARK = Colors(text="#e6edf3", faint="#7d8590", computation="#3a7ca5", hidden="#2bc598", exposed="#ff7b3a")
 
 
-def check_timeline_path(path: Path) -> None:
-    """Raise `TraceError` if `path` ends neither as a picture does nor as a Chrome trace."""
-    if not path.name.endswith((SUFFIX, *CHROME_SUFFIXES)):
-        raise TraceError(f"A timeline is written to .svg, .json or .json.gz; found {shown_path(path)}.")
-
-
 def write_timelines(path: Path, timelines: Mapping[str, Timeline]) -> None:
     """Write timelines to a file, each labeled by its key: an SVG as a picture, a JSON file as a Chrome trace.
 
     Raises `TraceError` for another suffix, and if the file cannot be written.
     """
-    if not path.name.endswith(SUFFIX):
+    name = path.name.lower()
+    if name.endswith(CHROME_SUFFIXES):
         write_chrome_trace(path, timelines)
         return
-    picture = draw_timelines(timelines, DARK if path.name.endswith(DARK_SUFFIX) else LIGHT)
-    try:
-        write_whole(path, picture.encode())
-    except OSError as problem:
-        raise TraceError(f"Cannot write {path}: {problem.strerror}.") from problem
+    picture = draw_timelines(timelines, DARK if name.endswith(DARK_SUFFIX) else LIGHT)
+    save_text(path, picture, TIMELINE, TraceError)
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], colors: Colors = LIGHT) -> str:
@@ -75,7 +74,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], colors: Colors = LIGHT) ->
     name = printable(next(iter(timelines.values())).step_name)
     words = "; ".join(f"{label} {format_us(us)}" for label, us in zip(timelines, makespans_us, strict=True))
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'{SVG_HEAD} {height}" width="{WIDTH}" height="{height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="13">\n'
         f"<title>{escape(f'{name}: {words} ({origin})')}</title>\n" + "\n".join(parts) + "\n</svg>\n"
     )

@@ -42,8 +42,9 @@ from counterpoint.sim.calibration_curves import (
 from counterpoint.sim.calibration_fit import Fitted, Points, fit_matmul_fractions, fit_scalars
 from counterpoint.sim.calibration_power import fit_power
 from counterpoint.step import Character
-from counterpoint.value import save_text, write_toml
+from counterpoint.value import save_text, toml_output, write_toml
 
+CALIBRATION = toml_output("calibration")
 JOINT = ("latency_per_load", "hbm_bytes_per_wire_byte")  # constants that one fit gives together
 RACE = ("launch_gap_us", "dependency_latency_us")
 WAVES = 4  # waves of the probes' first kernel
@@ -284,12 +285,12 @@ def broken_rules(calibration: Calibration) -> tuple[str, ...]:
 
 
 def save_calibration(calibration: Calibration, path: Path | str) -> None:
-    """Write the calibration to a file. Raises `MachineError` if that is impossible."""
+    """Write the calibration to a file. Raises `MachineError` if that is impossible, or if the file holds something else."""
     text = HEAD.format(device=calibration.device_name) + write_toml(_without_assumed(calibration))
     for name, record in calibration.probes.items():
         head = write_toml({"probes": {name: msgspec.structs.replace(record, points=())}})
         text += f"\n{head.removeprefix('[probes]').strip()}\n{_point_lines(record.points)}"
-    save_text(path, text, "calibration", MachineError)
+    save_text(path, text, CALIBRATION, MachineError)
 
 
 def _without_assumed(calibration: Calibration) -> dict[str, object]:

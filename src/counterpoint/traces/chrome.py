@@ -5,17 +5,33 @@ Event Format"; times are microseconds. The module does not know where a timeline
 """
 
 import gzip
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from counterpoint.errors import TraceError
+from counterpoint.files import GZIP_MAGIC
 from counterpoint.timeline import Interval, Timeline
-from counterpoint.value import write_whole
+from counterpoint.value import OutputKind, check_replaced, check_suffix, write_whole
 
 CHROME_SUFFIXES = (".json", ".json.gz")
 Event = dict[str, object]
+HEAD = b'{"displayTimeUnit":"ms","traceEvents":['  # profilers begin their traces in other ways
+
+
+def is_written_here(content: bytes) -> bool:
+    """Return whether a file, gzipped or not, is a trace that this module wrote, not one of a profiler."""
+    if content.startswith(GZIP_MAGIC):
+        try:
+            content = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(content, len(HEAD))
+        except zlib.error:
+            return False
+    return content.startswith(HEAD)
+
+
+CHROME = OutputKind("trace", CHROME_SUFFIXES, is_written_here)
 
 
 def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> None:
@@ -23,27 +39,24 @@ def write_chrome_trace(path: Path | str, timelines: Mapping[str, Timeline]) -> N
 
     Raises `TraceError` for another suffix, for no timeline, and if the file cannot be written.
     """
-    check_chrome_path(Path(path))
+    check_suffix(Path(path), CHROME, TraceError)
     if not timelines:
         raise TraceError(f"There is no timeline to write to {path}; give at least one.")
     write_events(path, chrome_events(timelines))
 
 
 def write_events(path: Path | str, events: Sequence[Event]) -> None:
-    """Write events to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, or if writing fails."""
+    """Write events to a `.json` or `.json.gz` file. Raises `TraceError` for another suffix, if the file holds something
+    else, or if writing fails.
+    """
     file = Path(path)
-    check_chrome_path(file)
+    check_suffix(file, CHROME, TraceError)
     text = msgspec.json.encode({"displayTimeUnit": "ms", "traceEvents": events})
     try:
-        write_whole(file, gzip.compress(text, mtime=0) if file.suffix == ".gz" else text)
+        check_replaced(file, CHROME, TraceError)
+        write_whole(file, gzip.compress(text, mtime=0) if file.suffix.lower() == ".gz" else text)
     except OSError as problem:
         raise TraceError(f"Cannot write {file}: {problem.strerror}.") from problem
-
-
-def check_chrome_path(path: Path) -> None:
-    """Raise `TraceError` if `path` does not end in `.json` or `.json.gz`."""
-    if not path.name.endswith(CHROME_SUFFIXES):
-        raise TraceError(f"A Chrome trace is written to .json or .json.gz; found {path}.")
 
 
 def chrome_events(timelines: Mapping[str, Timeline]) -> list[Event]:

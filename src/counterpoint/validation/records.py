@@ -18,8 +18,9 @@ from counterpoint.plan import Plan
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.step import Collective, Step
 from counterpoint.validation.cases import set_digest
-from counterpoint.value import Value, decode_json, write_whole
+from counterpoint.value import Value, decode_json, json_output, write_whole
 
+MEASURED = json_output("measurements", "digest", "cases")
 FOLDER = "validation/measured"
 Setting = Literal["captured", "eager"]
 

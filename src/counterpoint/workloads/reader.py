@@ -12,7 +12,17 @@ from msgspec.structs import replace
 from counterpoint.errors import StepError, WorkloadError, require_kind, shown
 from counterpoint.footprints import known_footprint
 from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
-from counterpoint.value import check_toml_name, read_shipped, read_toml, require, save_text, shipped_names, shipped_text
+from counterpoint.value import (
+    check_suffix,
+    copy_output,
+    read_shipped,
+    read_toml,
+    require,
+    save_text,
+    shipped_names,
+    shipped_text,
+    toml_output,
+)
 from counterpoint.workloads.description import (
     CollectiveEntry,
     CopyEntry,
@@ -29,6 +39,7 @@ from counterpoint.workloads.gemm import matmul_flops, matmul_hbm_bytes, matmul_l
 
 # If a collective states only some launch figures, the rest are those of the NCCL kernel for this architecture.
 STATED_FOR = "9.0"
+WORKLOAD = toml_output("workload")
 TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/workloads.md.
 """
@@ -73,9 +84,12 @@ def workload_text(name_or_path: Path | str) -> str:
 
 
 def save_template(name_or_path: Path | str, path: Path | str) -> None:
-    """Write a workload's file as a template for a user's own. Raises `WorkloadError`, also if `path` has no .toml suffix."""
-    check_toml_name(Path(path), "workload", WorkloadError)
-    save_text(path, TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD), "workload", WorkloadError)
+    """Write a workload's file as a template for a user's own. Raises `WorkloadError`, also if `path` has no .toml suffix, or
+    holds something else or a template that was edited.
+    """
+    check_suffix(Path(path), WORKLOAD, WorkloadError)
+    text = TEMPLATE_HEAD + workload_text(name_or_path).removeprefix(TEMPLATE_HEAD)
+    save_text(path, text, copy_output(WORKLOAD.name, text), WorkloadError)
 
 
 def _read(name_or_path: Path | str) -> tuple[str, Description]:
