@@ -191,7 +191,7 @@ def check_replaced(path: Path, kind: OutputKind, error: type[CounterpointError])
     if not content.strip() or kind.is_own(content):
         return
     other = _toml_kind(content) if ".toml" in kind.suffixes else ""
-    found = f"no {kind.name}" if not other else "an edited one" if other == kind.name else f"a {other}, not a {kind.name}"
+    found = f"no {kind.name}" if not other else f"another {other}" if other == kind.name else f"a {other}, not a {kind.name}"
     raise error(f"'{shown_path(path)}' would be replaced, and holds {found}. Name another file, or remove it first.")
 
 

@@ -181,7 +181,7 @@ def test_machines_writes_a_template(tmp_path: Path) -> None:
     assert counterpoint("machines", "h200", "-o", "my.toml", cwd=tmp_path).returncode == 0
     with (tmp_path / "my.toml").open("a") as file:
         file.write("# mine\n")
-    assert "'my.toml' would be replaced, and holds an edited one" in refusal(
+    assert "'my.toml' would be replaced, and holds another machine" in refusal(
         "machines", "h200", "-o", "my.toml", cwd=tmp_path
     )
 

@@ -330,7 +330,7 @@ FOREIGN = {"w.toml": WORKLOAD, "a.json": '{"schema": "counterpoint.analysis/1", 
     ("command", "says"),
     [
         (["tune", "cb_ar_opt1", "-o", "w.toml"], "holds a workload, not a plan."),
-        (["workloads", "cb_ar_opt2", "-o", "w.toml"], "holds an edited one."),
+        (["workloads", "cb_ar_opt2", "-o", "w.toml"], "holds another workload."),
         (["machines", "h200", "-o", "w.toml"], "holds a workload, not a machine."),
         (["check", "-o", "w.toml"], "holds a workload, not a context."),
         (["bench", "paper", "cb_ar_opt2", "--simulate", "h200", "-o", "a.json"], "holds no results."),
