@@ -30,6 +30,15 @@ def on(call: Callable[..., object], *sizes: tuple[int, ...], dtype: torch.dtype 
     return make
 
 
+def compiled(call: Callable[..., object], *sizes: tuple[int, ...]) -> Make:
+    """Compile when tensors are made: a module that is imported compiles nothing."""
+
+    def make() -> Call:
+        return on(torch.compile(call), *sizes)()
+
+    return make
+
+
 def attention(backend: SDPBackend, *sizes: int, is_causal: bool = False) -> Make:
     def attend(*tensors: torch.Tensor) -> object:
         with sdpa_kernel(backend):
@@ -105,8 +114,8 @@ OPERATORS: dict[str, Make] = {
     "GELU": on(f.gelu, (16384, 12288)),
     "where": on(lambda x, y, z: torch.where(x > 0, y, z), TALL, TALL, TALL),
     "cast to fp8": on(lambda x: x.to(torch.float8_e4m3fn), (16384, 16384)),
-    "SwiGLU, compiled": on(torch.compile(lambda x, y: f.silu(x) * y), (16384, 11008), (16384, 11008)),
-    "RMS norm, compiled": on(torch.compile(lambda x: f.rms_norm(x, FLAT)), WIDE),
+    "SwiGLU, compiled": compiled(lambda x, y: f.silu(x) * y, (16384, 11008), (16384, 11008)),
+    "RMS norm, compiled": compiled(lambda x: f.rms_norm(x, FLAT), WIDE),
     "layer norm": on(lambda x, w, b: f.layer_norm(x, FLAT, w, b), WIDE, FLAT, FLAT),
     "layer norm, backward": norm_backward,
     "RMS norm": on(lambda x, w: f.rms_norm(x, FLAT, w), WIDE, FLAT),

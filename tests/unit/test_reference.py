@@ -20,7 +20,7 @@ from counterpoint.cluster.description import ClusterFile, load_cluster
 from counterpoint.cluster.estimate import ClusterEstimate
 from counterpoint.cluster.sweep_file import Axes
 from counterpoint.cluster.sweep_store import SweepRow
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap
+from counterpoint.controls import Carveout, CommunicationCtas, Control, HeadStart, LightKernel, Priority, ResidencyCap
 from counterpoint.doctor.job_context import Finding, JobContext
 from counterpoint.machine import load_machine
 from counterpoint.metrics import Metrics, RankMetrics
@@ -68,6 +68,7 @@ TABLES: MappingProxyType[str, msgspec.Struct | type[msgspec.Struct]] = MappingPr
         "priority": Priority(priority=-1),
         "head_start": HeadStart(hold_us=5.0),
         "residency_cap": ResidencyCap(ctas_per_sm=1, dynamic_shared_bytes=1024),
+        "carveout": Carveout(percent=57),
         "communication_ctas": CommunicationCtas(max_ctas=8, num_threads=256),
         "light_kernel": LightKernel(num_ctas=8),
         "schedule": ScheduleDescription(),
