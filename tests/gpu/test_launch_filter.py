@@ -127,3 +127,13 @@ def test_a_cap_that_cannot_be_is_refused_and_the_job_goes_on(tmp_path: Path, unt
     (counters,) = state.counters
     assert counters.num_capped == 0
     assert "does not allow the kernel so much shared memory" in counters.refusal
+
+
+def test_the_driver_takes_a_carveout_of_every_kernel_and_results_stay(tmp_path: Path, untouched: dict[str, object]) -> None:
+    answers, state = run_job(tmp_path, [FilterRule(pattern="*", dynamic_shared_bytes=0, carveout_percent=57)])
+    assert answers["losses"] == untouched["losses"]
+    assert answers["doubled"]
+    assert state is not None
+    (counters,) = state.counters
+    assert counters.num_capped + counters.num_refused == counters.num_matched
+    assert counters.num_capped > 0.9 * counters.num_matched
