@@ -26,6 +26,7 @@ AGAIN = {
 PRESENT = {
     "H200, present calls": {2: "ops_flags_2x_h200.json", 4: "ops_flags_4x_h200.json"},
     "H200, present calls, seed 20261201": {4: "ops_flags_seeded_4x_h200.json"},
+    "H200, in blocks, seed 20261203": {2: "ops_blocks_2x_h200.json"},  # calls above 3 ms, in blocks of 25 ms
 }
 # Shapes that seeds drew, by the number of H200s
 SEEDED = {2: "ops_seeded_2x_h200.json", 4: "ops_seeded_4x_h200.json"}
