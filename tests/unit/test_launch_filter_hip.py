@@ -105,9 +105,10 @@ def test_cooperative_launches_are_left_alone(built: Built, tmp_path: Path) -> No
 def test_what_hip_cannot_do_is_refused_with_what_to_do(built: Built, tmp_path: Path) -> None:
     large = FilterRule(pattern="large", dynamic_shared_bytes=65_000)
     priority, hold = FilterRule(pattern="nccl*", priority=-1), FilterRule(pattern="gemm", hold_us=5.0)
-    with session(built, tmp_path, large, priority, hold) as client:
+    carveout = FilterRule(pattern="tiled", dynamic_shared_bytes=0, carveout_percent=60)
+    with session(built, tmp_path, large, priority, hold, carveout) as client:
         client.ask("find dlsym")
-        for name in ("large", "ncclDevKernel", "gemm"):
+        for name in ("large", "ncclDevKernel", "gemm", "tiled"):
             client.ask(f"make {name} 1000 stub")
             (line, _) = client.ask(f"launch hipLaunchKernel {name} 8")
             assert f"{name} shared=8 " in line
@@ -115,6 +116,7 @@ def test_what_hip_cannot_do_is_refused_with_what_to_do(built: Built, tmp_path: P
         assert refusals[0] == "66,000 bytes exceed the 65,536 that a workgroup may use"
         assert "DEBUG_HIP_IGNORE_STREAM_PRIORITY=0" in refusals[1]
         assert "a kernel compiled for each GPU" in refusals[2]
+        assert refusals[3].startswith("AMD GPUs have no carveout")
         assert all(counters.num_refused == 1 for counters in client.state().counters)
 
 

@@ -48,6 +48,7 @@ enum refusal {
     REFUSED_OCCUPANCY_UNKNOWN = 15,  // the driver's error
     REFUSED_WORKGROUP_LIMIT = 16,  // static and dynamic bytes with the cap
     REFUSED_NO_HOLD_IN_HIP = 17,
+    REFUSED_NO_CARVEOUT_IN_HIP = 18,
 };
 
 struct rule_record {

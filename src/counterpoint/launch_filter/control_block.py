@@ -45,6 +45,7 @@ REFUSALS = {
     15: "the driver could not report how many CTAs would fit (error {value})",
     16: "{value:,} bytes exceed the 65,536 that a workgroup may use",
     17: "a head start on AMD would need a kernel compiled for each GPU, which the filter does not have",
+    18: "AMD GPUs have no carveout: shared memory is not a part of their L1 cache",
 }
 T = TypeVar("T", bound=Structure)
 

@@ -75,6 +75,7 @@ static struct refused judge_cap(hipError_t error, int residency) {
 }
 
 static struct refused set_cap_of(const struct launch *launch, const struct rule_record *rule, bool is_stub, int *residency) {
+    if (!rule->dynamic_shared_bytes) return (struct refused){REFUSED_NO_CARVEOUT_IN_HIP, 0};
     const int threads = (int)(launch->block[0] * launch->block[1] * launch->block[2]);
     struct kernel_facts facts = {0};
     if (is_stub) {
