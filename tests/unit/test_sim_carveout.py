@@ -8,6 +8,7 @@ import pytest
 from counterpoint.controls import CommunicationCtas, Control, ResidencyCap
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim import Simulator
+from counterpoint.sim.task_graph import carveout_bytes
 from counterpoint.step import Collective, CollectiveKind, Footprint, Kernel
 from helpers.toy_steps import GREATEST, H200, NCCL, plan_of, simulate, spans, step_of
 
@@ -97,6 +98,23 @@ def test_a_matmul_asks_for_the_largest_carveout_unless_a_plan_asks_for_another(
     start_us, end_us = spans(simulate(H200, matmul, late, plan=plan_of(controls)))[1]
     slowdown = (end_us - start_us) / LONE_US["reduce_scatter"]
     assert slowdown > 1.15 if has_least_l1 else slowdown < 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "shared_bytes", "asks_for_most"),
+    [
+        ("triton_tem_fused_flex_attention_0", 65_536, True),
+        ("triton_tem_fused_flex_attention_0", 49_152, False),
+        ("flash_fwd_kernel", 65_536, False),
+    ],
+)
+def test_kernels_of_inductor_ask_for_the_largest_carveout_above_48_kib(
+    name: str, shared_bytes: int, asks_for_most: bool
+) -> None:
+    """`loadBinary` of Triton's driver.c asks for it; FlashAttention 2 sets only how much a CTA may have."""
+    footprint = Footprint(num_ctas=4096, threads_per_cta=128, registers_per_thread=168, dynamic_shared_bytes=shared_bytes)
+    kernel = Kernel(name=name, stream=1, footprint=footprint, character="attention")
+    assert (carveout_bytes(H200.gpu, kernel) == H200.gpu.shared_bytes_per_sm) is asks_for_most
 
 
 def test_a_gpu_at_rest_forgets_carveouts() -> None:

@@ -25,6 +25,7 @@ from counterpoint.units import PS_PER_US, us_to_ps
 
 PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
 MOST_WITHOUT_REQUEST = 48 << 10  # bytes of dynamic shared memory that a CTA may have without asking the driver
+INDUCTOR = "triton_"  # how names of its Triton kernels begin
 START = -1  # instead of an operation: an operation without dependencies waits for the start of the step
 
 
@@ -244,11 +245,12 @@ def carveout_bytes(gpu: Gpu, kernel: Kernel, footprint: Footprint | None = None)
     """Return the shared memory to which an empty SM is configured for a kernel with a footprint, by default its own.
 
     Matmuls that state no carveout get the largest: Triton asks for it above 48 KiB of shared memory, and collectives beside
-    cuBLAS's are as slow. The driver gives other kernels the smallest that allows the most CTAs.
+    cuBLAS's are as slow. Inductor's other kernels get it, too, such as flex attention (read in Triton's driver.c, not
+    measured). The driver gives other kernels the smallest that allows the most CTAs.
     """
     launched = kernel.footprint if footprint is None else footprint
-    asks_for_most = kernel.character == "matmul" and kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST
-    if launched.carveout_percent == -1 and asks_for_most:
+    may_ask = kernel.character == "matmul" or kernel.name.startswith(INDUCTOR)
+    if launched.carveout_percent == -1 and may_ask and kernel.footprint.dynamic_shared_bytes > MOST_WITHOUT_REQUEST:
         return gpu.shared_bytes_per_sm
     return residency(gpu, launched).carveout_bytes
 
