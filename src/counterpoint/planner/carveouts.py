@@ -22,10 +22,10 @@ FOR_ALL, FOR_FEWER = "carveout", "carveout for a CTA less"
 
 def propose_carveouts(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
     """Return smaller carveouts for the kernels that run beside collectives or hold the SMs for which these wait."""
-    numbers = dict.fromkeys(number for entry in contention for number in (*entry.blockers, *entry.companions))
-    candidates = list(carveouts_of(gpu, [step.kernel(number) for number in numbers]))
     if len(gpu.carveout_steps_bytes) == 1:
         return refusal("carveout", "all kernels", "the shared memory of this GPU is not a part of its L1 cache")
+    numbers = dict.fromkeys(number for entry in contention for number in (*entry.blockers, *entry.companions))
+    candidates = list(carveouts_of(gpu, [step.kernel(number) for number in numbers]))
     if not candidates:
         reason = "no kernel beside a collective asks for more shared memory than its CTAs need"
         return refusal("carveout", "all kernels", reason)

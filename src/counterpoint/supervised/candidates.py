@@ -212,14 +212,16 @@ def _head_starts(racers: Sequence[SeenFunction], blockers: Sequence[SeenFunction
 
 def _carveouts(gpu: Gpu, blockers: Sequence[SeenFunction]) -> Iterable[Candidate]:
     """Return the planner's carveouts for kernels that fill the GPU."""
-    characters = {function: classify_kernel(function.name).character for function in blockers}
-    return carveouts_of(
-        gpu,
-        [
-            Kernel(name=function.pattern, stream=0, footprint=_footprint(function), character=character)
-            for function, character in characters.items()
-        ],
+    kernels = (
+        Kernel(
+            name=function.pattern,
+            stream=0,
+            footprint=_footprint(function),
+            character=classify_kernel(function.name).character,
+        )
+        for function in blockers
     )
+    return carveouts_of(gpu, kernels)
 
 
 def _as_blockers(gpu: Gpu, functions: Sequence[SeenFunction], collectives: Sequence[SeenFunction]) -> list[Blocker]:
