@@ -11,9 +11,8 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.conditions import compare_or_measure
+from benchmarks.conditions import compare_or_measure, measured_in
 from counterpoint.controls import Priority
-from counterpoint.errors import CounterpointError
 from counterpoint.machine import Machine, load_machine
 from counterpoint.paper.values import PLAIN
 from counterpoint.plan import Directive, Match, Plan
@@ -22,8 +21,7 @@ from counterpoint.step import Kernel, Step
 from counterpoint.units import MIB
 from counterpoint.validation.cases import COLLECTIVES, Case, CollectiveWork, Entry, Matmul, chain
 from counterpoint.validation.outcome import predict_rows
-from counterpoint.validation.records import MeasuredSet, save_measured
-from counterpoint.value import decode_json
+from counterpoint.validation.records import MeasuredCase
 
 PRIORITY = "priority"
 TILES = {  # rows, columns and depth, warps, stages
@@ -59,19 +57,15 @@ def plans_of(_: Case, step: Step, machine: Machine) -> dict[str, Plan]:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure all cases on these GPUs, and save after each one."""
-    from benchmarks.on_gpus import is_first, join, log  # noqa: PLC0415  comparing needs no GPU
-    from counterpoint.validation import on_gpu  # noqa: PLC0415
+    from benchmarks.on_gpus import join, saving  # noqa: PLC0415  comparing needs no GPU
+    from counterpoint.validation.on_gpu import CaseMeasuring, measure_cases  # noqa: PLC0415
 
     join(200)
-    on_gpu.plans_of = plans_of
 
-    def save(measured: MeasuredSet) -> None:
-        found = measured.cases[-1]
-        log(f"{found.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found.rows))
-        if is_first() and options.output:
-            save_measured(measured, options.output)
+    def captured(case: CaseMeasuring) -> MeasuredCase:
+        return case.measure_captured(with_limits=False, plans=plans_of)
 
-    on_gpu.measure_cases(cases(), "carveouts", options.output, save, lambda each: each.measure_captured(with_limits=False))
+    measure_cases(cases(), "carveouts", options.output, saving(options.output), captured)
 
 
 def compared(options: argparse.Namespace) -> Iterator[str]:
@@ -79,8 +73,7 @@ def compared(options: argparse.Namespace) -> Iterator[str]:
     added: dict[str, list[float]] = {}
     errors: list[float] = []
     for path in options.files:
-        remedy = "Name a file of this benchmark."
-        measured = decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), remedy)
+        measured = measured_in(path)
         for case in measured.cases:
             rows = {row.label: row for row in predict_rows(case, load_machine(measured.machine))}
             errors += [abs(row.predicted_us / row.measured_us - 1) for row in rows.values()]

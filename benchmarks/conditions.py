@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from counterpoint.errors import CounterpointError
+from counterpoint.validation.records import MeasuredSet
+from counterpoint.value import decode_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -47,6 +49,11 @@ def store(name: str, result: object) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"conditions": conditions(), "result": result}, indent=2) + "\n")
     return path
+
+
+def measured_in(path: Path) -> MeasuredSet:
+    """The measurements that a benchmark saved. Raises `CounterpointError` for another file, and `OSError`."""
+    return decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark.")
 
 
 def compare_or_measure(

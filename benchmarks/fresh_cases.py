@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.conditions import compare_or_measure
+from benchmarks.conditions import compare_or_measure, measured_in
 from counterpoint.errors import CounterpointError
 from counterpoint.machine import load_machine
 from counterpoint.units import MIB
@@ -35,8 +35,6 @@ from counterpoint.validation.cases import (
 )
 from counterpoint.validation.figures import PredictedRow, figures_of
 from counterpoint.validation.outcome import CapturedOrigin, predict_case
-from counterpoint.validation.records import MeasuredSet, save_measured
-from counterpoint.value import decode_json
 
 ORIGINS: tuple[CapturedOrigin, ...] = get_args(CapturedOrigin)
 FAMILIES = ("pairs", "types", "training", "alone")
@@ -76,7 +74,7 @@ def measure(options: argparse.Namespace) -> None:
     """Measure all cases on these GPUs, and save after each one."""
     import torch.distributed as dist  # noqa: PLC0415  figures need no GPU
 
-    from benchmarks.on_gpus import is_first, join, largest, log  # noqa: PLC0415
+    from benchmarks.on_gpus import join, largest, log, saving  # noqa: PLC0415
     from counterpoint.validation.on_gpu import measure_cases  # noqa: PLC0415
 
     began = time.monotonic()
@@ -92,18 +90,13 @@ def measure(options: argparse.Namespace) -> None:
             else:
                 yield case
 
-    def save(measured: MeasuredSet) -> None:
-        found = measured.cases[-1]
-        log(f"{found.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found.rows))
-        if is_first() and options.output:
-            save_measured(measured, options.output)
-
+    save = saving(options.output)
     measure_cases(in_time(), "fresh", options.output, save, lambda each: each.measure_captured(with_limits=True))
 
 
 def predicted(path: Path, origin: CapturedOrigin = "captured steps") -> Iterator[tuple[str, PredictedRow]]:
     """Every row of a file with its family, as today's simulator predicts it; `alone` not from sizes."""
-    measured = decode_json(path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark.")
+    measured = measured_in(path)
     for found in measured.cases:
         family, _, seed = found.name.split(":")[0].partition(" ")
         if origin == "captured steps" or family != "alone":

@@ -13,12 +13,11 @@ import faulthandler
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-from typing import Any
+from contextlib import ExitStack
 
-from benchmarks.conditions import compare_or_measure
+from benchmarks.conditions import compare_or_measure, measured_in
 from counterpoint.controls import Control, Priority, ResidencyCap
-from counterpoint.errors import CounterpointError, OccupancyError
+from counterpoint.errors import OccupancyError
 from counterpoint.machine import Machine, load_machine
 from counterpoint.occupancy import cap_shared_bytes, residency
 from counterpoint.paper.values import PLAIN
@@ -26,8 +25,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Kernel, Step
 from counterpoint.validation.figures import PredictedRow, figures_of
 from counterpoint.validation.outcome import predict_rows
-from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, save_measured
-from counterpoint.value import decode_json
+from counterpoint.validation.records import MeasuredCase, MeasuredSet
 
 DIGEST, ROUNDS, LIMIT_S = "library kernels", 7, 400
 KNOWN = ("matmul", "multiply", "softmax")  # each of the others runs beside these
@@ -106,60 +104,36 @@ def _plan(controls: dict[tuple[int, ...], Control]) -> Plan:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure every step on this GPU, and save after each one."""
+    from benchmarks.on_gpus import saving  # noqa: PLC0415
     from counterpoint.cuda.capture import capture  # noqa: PLC0415
     from counterpoint.cuda.conditions import measuring_conditions  # noqa: PLC0415
-    from counterpoint.cuda.graph_rewriting import rewrite  # noqa: PLC0415
     from counterpoint.measurement.orders import draw_seed  # noqa: PLC0415
     from counterpoint.measurement.tournament import measure_rounds  # noqa: PLC0415
     from counterpoint.planner.on_gpu import machine_of  # noqa: PLC0415
+    from counterpoint.validation.on_gpu import rewritten_variants, row_of  # noqa: PLC0415
 
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    save = saving(options.output)
     cases: list[MeasuredCase] = []
     for name, run in steps():
         with ExitStack() as opened:
             captured = capture(run, name)
             opened.callback(captured.close)
             step, machine = captured.read.step, machine_of(captured)
-            ready: dict[str, tuple[Plan, Any]] = {}
-            for label, plan in plans_for(name, step, machine).items():
-                rewritten = rewrite(captured.graph, captured.read, plan)
-                with closing(rewritten.graph):
-                    if all(entry.state == "verified" for entry in rewritten.engagements):
-                        ready[label] = plan, rewritten.graph.instantiate()
-                        opened.callback(ready[label][1].close)
-            turns = list(ready.values())
-            found = measure_rounds(list(ready), lambda number: captured.time_us(turns[number][1]), ROUNDS, draw_seed())  # noqa: B023
-            rows = [
-                MeasuredRow(
-                    label=label,
-                    setting="captured",
-                    plan=plan,
-                    measured_us=each.median_us,
-                    ratio=each.ratio,
-                    spread=each.spread,
-                    num_rounds=each.num_rounds,
-                )
-                for (label, (plan, _)), each in zip(ready.items(), found, strict=True)
-            ]
-        cases.append(MeasuredCase(name=name, step=step, rows=tuple(rows), sum_by="one kernel"))
-        print(f"{name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in rows), flush=True)
-        if options.output:
-            found_conditions = measuring_conditions(rounds=ROUNDS)
-            save_measured(
-                MeasuredSet(
-                    digest=DIGEST, machine=machine.name, num_gpus=1, conditions=found_conditions, cases=tuple(cases)
-                ),
-                options.output,
-            )
+            ready = list(rewritten_variants(captured, plans_for(name, step, machine), opened))
+            labels = [each.label for each in ready]
+            found = measure_rounds(labels, lambda turn: captured.time_us(ready[turn].executable), ROUNDS, draw_seed())  # noqa: B023
+            rows = tuple(row_of(variant, each) for variant, each in zip(ready, found, strict=True))
+        cases.append(MeasuredCase(name=name, step=step, rows=rows, sum_by="one kernel"))
+        conditions = measuring_conditions(rounds=ROUNDS)
+        save(MeasuredSet(digest=DIGEST, machine=machine.name, num_gpus=1, conditions=conditions, cases=tuple(cases)))
 
 
 def compared(options: argparse.Namespace) -> Iterator[str]:
     """The simulator's errors by variant, and then those of each step."""
     rows: list[tuple[str, PredictedRow]] = []
     for path in options.files:
-        measured = decode_json(
-            path.read_bytes(), MeasuredSet, CounterpointError, str(path), "Name a file of this benchmark."
-        )
+        measured = measured_in(path)
         for case in measured.cases:
             rows += [(case.name.split(":")[0], row) for row in predict_rows(case, load_machine(measured.machine))]
     for family in (ALONE, BESIDE):

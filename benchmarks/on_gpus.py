@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from counterpoint.cuda import ranks
 from counterpoint.measurement.orders import Rounds, draw_seed
+from counterpoint.validation.records import MeasuredSet, save_measured
 
 
 def join(limit_s: int) -> None:
@@ -56,6 +57,18 @@ def save(output: Path | None, result: Sequence[object], **more: object) -> None:
     """Write what there is so far, on the first rank."""
     if output is not None and is_first():
         output.write_text(json.dumps({"conditions": conditions(**more), "result": result}, indent=1) + "\n")
+
+
+def saving(output: Path | None) -> Callable[[MeasuredSet], None]:
+    """What to call after each case: it prints the case's times and saves all measurements, on the first rank."""
+
+    def save_case(measured: MeasuredSet) -> None:
+        found = measured.cases[-1]
+        log(f"{found.name}: " + ", ".join(f"{row.label} {row.measured_us:.0f}" for row in found.rows))
+        if output is not None and is_first():
+            save_measured(measured, output)
+
+    return save_case
 
 
 def stored(output: Path | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -30,6 +30,7 @@ from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.paper.values import PLAIN
 from counterpoint.plan import Plan
 from counterpoint.planner.on_gpu import machine_of
+from counterpoint.step import Step
 from counterpoint.traces.classify import classify_kernel
 from counterpoint.validation.cases import CTA_LIMITS, Case, cases_for, set_digest
 from counterpoint.validation.described import places_of
@@ -41,6 +42,7 @@ ROUNDS = 5
 TRACED_STEPS = 5
 LIMIT_S = 60.0  # how long ranks wait for each other, in seconds
 Groups = Mapping[int, Any]
+PlansOf = Callable[[Case, Step, Machine], Mapping[str, Plan]]
 
 
 class CalledStep(AbstractExecutable):
@@ -143,25 +145,16 @@ class CaseMeasuring:
         rows = [*found.rows, *(self._rows(eager) if eager else ())]
         return msgspec.structs.replace(found, rows=tuple(rows), trace=self._trace())
 
-    def measure_captured(self, *, with_limits: bool) -> MeasuredCase:
-        """Return the variants that replay a graph; `with_limits`: also those with fewer CTAs for collectives."""
+    def measure_captured(self, *, with_limits: bool, plans: PlansOf = plans_of) -> MeasuredCase:
+        """Return the variants that replay a graph: those of `plans` and, `with_limits`, those with fewer CTAs for
+        collectives.
+        """
         step = self._captured.read.step
         places_of(self._case, step)  # raises if the case runs other operations here
         offer_copies(self._captured)
-        rows = self._rows([*self._rewritten(), *(self._limited() if with_limits else ())])
+        rewritten = rewritten_variants(self._captured, plans(self._case, step, self.machine), self._opened)
+        rows = self._rows([*rewritten, *(self._limited() if with_limits else ())])
         return MeasuredCase(name=self._case.name, step=step, rows=tuple(rows), sum_by="one kernel")
-
-    def _rewritten(self) -> Iterator[Runnable]:
-        """Yield plans that a rewritten graph puts in force; plans that not every rank can verify are left out."""
-        for label, plan in plans_of(self._case, self._captured.read.step, self.machine).items():
-            rewritten = rewrite(self._captured.graph, self._captured.read, plan)
-            is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
-            with closing(rewritten.graph):
-                if not self._captured.is_everywhere(is_engaged):
-                    continue
-                executable = rewritten.graph.instantiate()
-            self._opened.callback(executable.close)
-            yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
 
     def _limited(self) -> Iterator[Runnable]:
         """Yield captures of the step in process groups with fewer CTAs; the graph proves their number and the priority."""
@@ -200,7 +193,7 @@ class CaseMeasuring:
         found = measure_rounds(labels, lambda number: self._captured.time_us(runnables[number].executable), ROUNDS, seed)
         digests = [self._digest(each) for each in runnables]
         return [
-            _row(runnable, measurement, None if digest is None else digest == digests[0])
+            row_of(runnable, measurement, None if digest is None else digest == digests[0])
             for runnable, measurement, digest in zip(runnables, found, digests, strict=True)
         ]
 
@@ -232,7 +225,23 @@ class CaseMeasuring:
         return name
 
 
-def _row(runnable: Runnable, measurement: Measurement, is_identical: bool | None) -> MeasuredRow:
+def rewritten_variants(captured: Captured, plans: Mapping[str, Plan], opened: ExitStack) -> Iterator[Runnable]:
+    """Yield plans that a rewritten graph puts in force, until `opened` closes; plans that not every rank can verify are left
+    out.
+    """
+    for label, plan in plans.items():
+        rewritten = rewrite(captured.graph, captured.read, plan)
+        is_engaged = all(entry.state == "verified" for entry in rewritten.engagements)
+        with closing(rewritten.graph):
+            if not captured.is_everywhere(is_engaged):
+                continue
+            executable = rewritten.graph.instantiate()
+        opened.callback(executable.close)
+        yield Runnable(label=label, setting="captured", plan=plan, executable=executable)
+
+
+def row_of(runnable: Runnable, measurement: Measurement, is_identical: bool | None = None) -> MeasuredRow:
+    """Return what was measured of a variant; `is_identical` is as in `MeasuredRow`."""
     return MeasuredRow(
         label=runnable.label,
         setting=runnable.setting,
