@@ -31,12 +31,11 @@ def worker_processes(
     pool = ProcessPoolExecutor(number, initializer=_begin, initargs=(begin, words))
     try:
         yield pool
-        pool.shutdown()  # otherwise Python, when it exits, may print a traceback about the pool's closed pipe
     except BrokenProcessPool as problem:
         what = f"One of {number} worker processes" if number > 1 else "The worker process"
         raise error(f"{what} was killed, as happens when memory runs out. Free memory, or {remedy}.") from problem
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # without the wait, Python's exit may print a traceback
 
 
 def _begin(begin: Callable[..., object] | None, words: tuple[Any, ...]) -> None:

@@ -36,9 +36,12 @@ def test_each_worker_begins_with_what_was_asked(monkeypatch: pytest.MonkeyPatch)
         assert pool.submit(os.system, 'test "$BEGUN" = yes').result() == 0
 
 
-def test_no_thread_of_a_pool_is_left_when_its_work_is_done() -> None:
+def test_no_thread_of_a_pool_is_left_when_its_work_is_done_or_failed() -> None:
     before = threading.active_count()
     with worker_processes(1, DeviceError, "stop") as pool:
         assert pool.submit(abs, -1).result() == 1
         assert threading.active_count() > before
+    assert threading.active_count() == before
+    with pytest.raises(TypeError), worker_processes(2, DeviceError, "stop") as pool:
+        list(pool.map(abs, [None, *range(100)]))
     assert threading.active_count() == before
