@@ -1,6 +1,7 @@
 """Clusters: one node is the single-node simulator, folding is exact where it should be, pipelines and switches hold."""
 
 import math
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from counterpoint.cluster.description import ClusterFile, Configuration, load_cl
 from counterpoint.cluster.estimate import calibration_of, estimate_step
 from counterpoint.cluster.extend import extend_step
 from counterpoint.cluster.kernels import matmul
+from counterpoint.cluster.pass_builder import TENSOR_GROUP
 from counterpoint.cluster.passes import PassKind, pass_step
 from counterpoint.cluster.pipeline import StageTimes, run_pipeline
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
@@ -28,7 +30,7 @@ from counterpoint.sim import Simulator, overlapped
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.collective_times import CollectiveTimes, RankGroup
 from counterpoint.sim.network import Cluster, Fabric, Level
-from counterpoint.step import Collective, Step, UnevenParts
+from counterpoint.step import Collective, Kernel, Step, UnevenParts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -270,6 +272,30 @@ def test_experts_are_spread_and_exchange_tokens() -> None:
     ]
     assert found[1].tensor_exposed_us > found[0].tensor_exposed_us  # 16 leave the node
     assert found[1].memory_bytes < found[0].memory_bytes
+
+
+@pytest.mark.parametrize("model", [{}, {"model": EXPERTS}], ids=["dense", "experts"])
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_the_backward_pass_has_as_many_tensor_collectives_and_twice_the_matmuls(
+    model: dict[str, Model], is_sequence_parallel: bool
+) -> None:
+    sizes = Parallelism(tensor=2, is_sequence_parallel=is_sequence_parallel)
+    found = msgspec.structs.replace(configuration(2, parallelism=sizes), **model)
+    forward, backward = (
+        pass_step(found, times_of(found), PassKind(direction=each), 1).operations for each in ("forward", "backward")
+    )
+    of_tensor = [
+        Counter(each.collective for each in part if isinstance(each, Collective) and each.process_group == TENSOR_GROUP)
+        for part in (forward, backward)
+    ]
+    assert of_tensor[0] == of_tensor[1]
+    assert of_tensor[0].total() == (4 if is_sequence_parallel else 2)
+    names = [
+        [each.name for each in part if isinstance(each, Kernel) and each.character == "matmul"]
+        for part in (forward, backward)
+    ]
+    products = [[name for name in part if not name.startswith("attention")] for part in names]
+    assert len(products[1]) == 2 * len(products[0]) > 0
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])

@@ -13,6 +13,7 @@ from counterpoint.cluster.sweep import estimate_points, front, run_sweep
 from counterpoint.cluster.sweep_file import SweepFile, load_sweep
 from counterpoint.cluster.sweep_store import ROWS, SweepStore
 from counterpoint.errors import CounterpointError, DeviceError, MachineError
+from counterpoint.machine import save_template
 from counterpoint.report.sweep import draw_front, print_sweep, tell_progress
 from counterpoint.value import check_outputs
 
@@ -145,6 +146,22 @@ def test_rows_with_equal_figures_stand_on_the_front_once(tmp_path: Path) -> None
     sweep = sweep_file(tmp_path, "[sweep]\npipeline = [4]\nrecompute = ['full']\n")
     (row,) = run_sweep(sweep, SweepStore(None))
     assert front([row, row]) == [row]
+
+
+def test_machine_files_with_one_name_are_told_apart_and_an_edited_one_has_other_rows(tmp_path: Path) -> None:
+    slow, fast = tmp_path / "slow.toml", tmp_path / "fast.toml"
+    for path in (slow, fast):
+        save_template("h100", path)
+    slow.write_text(slow.read_text().replace("hbm_bytes_per_s = 3.35e12", "hbm_bytes_per_s = 1e12"))
+    axes = f"[sweep]\ntensor = [8]\nmachine = ['{slow}', '{fast}']\n"
+    sweep = sweep_file(tmp_path, axes)
+    points = list(sweep.axes.points())
+    times = [row.estimate.step_us for row in estimate_points(sweep, points) if row.estimate]
+    alone = [row.estimate.step_us for point in points for row in estimate_points(sweep, [point]) if row.estimate]
+    assert times == alone
+    assert times[0] > times[1]
+    slow.write_text(fast.read_text())
+    assert sweep_file(tmp_path, axes).key(points[0]) != sweep.key(points[0])
 
 
 def test_progress_says_how_many_are_done_and_how_long_the_others_take() -> None:

@@ -74,7 +74,7 @@ class PassMemory:
     def times(self, configuration: Configuration, calibration: Calibration, step: Step) -> tuple[PassTimes, tuple[str, ...]]:
         """Return the times of a step under the configuration's controls, and the labels of those in force."""
         machine, software = configuration.fabric.machine, configuration.software
-        key = (machine.name, software, configuration.training.controls, step)
+        key = (machine, software, configuration.training.controls, step)
         if key not in self._known:
             self._known[key] = simulate_pass(step, machine, calibration, configuration.training.controls)
         return self._known[key]

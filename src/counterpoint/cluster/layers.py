@@ -167,7 +167,8 @@ class LayerWriter:
         each, width, ups = max(1, routed // local), model.feed_forward // sizes.tensor, model.num_up_matrices
         moved = float(routed // (sizes.tensor if sizes.is_sequence_parallel else 1)) * model.hidden * self._bytes
         self._gather()
-        self._matmul("router", model.hidden, model.num_experts)
+        if not is_backward:
+            self._matmul("router", model.hidden, model.num_experts)
         self._pass("permute", 2 * routed * model.hidden)
         self._builder.communicate("all_to_all", moved, EXPERT_GROUP, is_waited_for=True)
         if is_backward:
@@ -180,3 +181,5 @@ class LayerWriter:
             self._matmul("experts.down", width, model.hidden, tokens=each, batch=local)
         self._builder.communicate("all_to_all", moved, EXPERT_GROUP, is_waited_for=True)
         self._pass("unpermute", 2 * routed * model.hidden)
+        if is_backward:
+            self._matmul_backward("router", model.hidden, model.num_experts, is_summed=True)

@@ -21,6 +21,7 @@ from counterpoint.cluster.training import (
 )
 from counterpoint.errors import CounterpointError, MachineError, package_version
 from counterpoint.machine import load_machine
+from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.network import MAX_NODES, Algorithm, check_range
 from counterpoint.value import Value, all_fields, read_toml, require
 
@@ -97,15 +98,15 @@ class Axes(Value, frozen=True, kw_only=True):
 
 
 class SweepFile(Value, frozen=True, kw_only=True):
-    """A cluster file with `[sweep]`. `base` is what the axes change."""
+    """A cluster file with `[sweep]`. `base` is what the axes change; `machines` are digests of what their files hold."""
 
     base: ClusterFile
     axes: Axes
+    machines: tuple[str, ...]
 
     def key(self, point: dict[str, Any]) -> str:
-        """Return sixteen hexadecimal digits of a combination, of the file's other tables, and of Counterpoint's version."""
-        content = repr((all_fields(self.base), sorted(point.items()), package_version()))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        """Return the digest of a combination, of the file's other tables, of all machines, and of Counterpoint's version."""
+        return _digest((all_fields(self.base), self.machines, sorted(point.items()), package_version()))
 
     def configuration(self, point: dict[str, Any]) -> Configuration:
         """Return the step of a combination. Raises `MachineError` if it is impossible."""
@@ -123,11 +124,17 @@ def load_sweep(path: Path | str) -> SweepFile:
     try:
         base = ClusterFile(**tables)
         require(base.model is not None, MachineError, "a sweep needs [model] and [training]. Add them.")
-        for name in whole.sweep.machine:
-            load_machine(name)  # an unknown one is a mistake, not an impossible combination
+        # an unknown machine is a mistake, not an impossible combination
+        machines = [load_machine(name) for name in whole.sweep.machine or (base.cluster.machine,)]
+        digests = tuple(_digest((all_fields(machine), all_fields(load_calibration(machine)))) for machine in machines)
     except CounterpointError as problem:
         raise MachineError(f"{path}: {problem}") from problem
-    return SweepFile(base=base, axes=whole.sweep)
+    return SweepFile(base=base, axes=whole.sweep, machines=digests)
+
+
+def _digest(content: object) -> str:
+    """Return sixteen hexadecimal digits of content whose `repr` is the same in every process."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 class _WholeFile(ClusterFile, frozen=True, kw_only=True):
