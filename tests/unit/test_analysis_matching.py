@@ -71,6 +71,13 @@ def test_small_collectives_set_the_clock_where_large_ones_end_apart() -> None:
     assert clocks[1].offset_us == pytest.approx(0.0, abs=1.0)
 
 
+def test_exposed_time_is_on_the_clock_that_ranks_share_whatever_their_clocks_drift_by() -> None:
+    ranks, _ = job(2, 200, seed=1, drift=1e-3)
+    ends = [[each.end_us for each in combine(ranks).exposed if each.rank == rank] for rank in (0, 1)]
+    assert max(ends[0]) == pytest.approx(max(ends[1]), abs=2 * JITTER_US)
+    assert min(ends[0]) != pytest.approx(max(ends[0]), abs=4e4)  # the drift over that time is 40 us
+
+
 def test_a_drift_is_taken_out_and_named() -> None:
     ranks, _ = job(2, 200, seed=1, drift=1e-3)
     shared, _ = match_collectives(ranks)

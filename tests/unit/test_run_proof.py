@@ -91,6 +91,13 @@ def test_each_control_of_a_rule_is_proven_by_itself() -> None:
     assert [applied.engagement.state for applied in prove_rule(rule, counters)] == ["verified", "failed", "failed"]
 
 
+@pytest.mark.parametrize(("ctas_per_sm", "tag"), [(1, "residency_cap"), (None, "carveout")])
+def test_a_cap_that_adds_no_shared_memory_is_not_taken_for_a_carveout(ctas_per_sm: int | None, tag: str) -> None:
+    rule = FilterRule(pattern="x", dynamic_shared_bytes=0, ctas_per_sm=ctas_per_sm, carveout_percent=20)
+    (found,) = prove_rule(rule, RuleCounters(num_matched=2, num_refused=2, refusal="too small"))
+    assert found.engagement.control == tag
+
+
 def test_one_rule_without_a_launch_is_told_the_nearest_kernel_and_several_are_not() -> None:
     functions = (seen("void scan<float*>"), seen("short_kernel"))
     misspelt = FilterRule(pattern="void scn<float\\*>", priority=-1)

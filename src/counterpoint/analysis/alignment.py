@@ -131,7 +131,7 @@ def _drifting(early: Sequence[Difference], late: Sequence[Difference], error_us:
 def _middle(differences: Sequence[Difference]) -> tuple[float, float]:
     """Return the median of differences, weighted by the inverse squares of their errors, and the error of that median.
 
-    The error is the weighted median distance from it, but at least a tenth of the weighted median of the errors.
+    The error is the weighted median distance from it, but at least a third of the weighted median of the errors.
     """
     weighted = [(value, error**-2) for _, value, error in differences]
     middle = _weighted_median(weighted)

@@ -83,10 +83,11 @@ def _mean(steps: Sequence[StepFigures], figure: str) -> float:
 
 
 def _on_shared_clock(exposed: Sequence[ExposedInterval], clocks: Mapping[int, RankClock]) -> tuple[ExposedInterval, ...]:
-    """Return intervals on the first rank's clock, by time; those of ranks that are not aligned keep their own clock."""
+    """Return intervals on the clock that ranks share, by time; those of ranks that are not aligned keep their own clock."""
+    alone = RankClock()
     shifted = (
-        replace(interval, start_us=interval.start_us + offset_us, end_us=interval.end_us + offset_us)
+        replace(interval, start_us=clock.shared_us(interval.start_us), end_us=clock.shared_us(interval.end_us))
         for interval in exposed
-        for offset_us in (clocks[interval.rank].offset_us if interval.rank in clocks else 0.0,)
+        for clock in (clocks.get(interval.rank, alone),)
     )
     return tuple(sorted(shifted, key=lambda interval: (interval.start_us, interval.rank, interval.end_us)))

@@ -19,7 +19,7 @@ from typing import Final, Literal, get_args
 import msgspec
 
 from counterpoint.analysis.logged import is_logged
-from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures, spread_of
+from counterpoint.analysis.values import SCHEMA, Analysis, Cause, StepFigures, spread_of, steady_steps
 from counterpoint.errors import AnalysisError, shown, shown_path
 from counterpoint.files import read_limited
 from counterpoint.units import format_percent, format_us
@@ -56,6 +56,11 @@ class Condition(Value, frozen=True, kw_only=True):
     limit: float = 0.0
     unit: Unit = "share"
     is_relative: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is compared as a share, not as a time."""
+        return self.metric in SHARES_ONLY or (self.unit == "share" and not self.is_relative)
 
 
 def parse_condition(text: str) -> Condition:
@@ -143,12 +148,11 @@ def _violation(analysis: Analysis, condition: Condition, baseline: Analysis | No
 
 def _figure(analysis: Analysis, condition: Condition) -> tuple[float, float]:
     """Return the metric in the condition's unit, and the half-width of the steady steps' middle half (0 for one cause)."""
-    is_share = condition.metric in SHARES_ONLY or (condition.unit == "share" and not condition.is_relative)
     if condition.metric in CAUSES:
         time_us = sum(total.exposed_us for total in analysis.causes if total.cause == condition.metric)
-        return (time_us / analysis.step_us if is_share and analysis.step_us else time_us), 0.0
-    values = [_of_step(step, condition.metric, is_share) for rank in analysis.ranks for step in rank.steps if step.is_steady]
-    return _of_all(analysis, condition.metric, is_share), spread_of(values)
+        return (time_us / analysis.step_us if condition.is_share and analysis.step_us else time_us), 0.0
+    values = [_of_step(step, condition.metric, condition.is_share) for step in steady_steps(analysis.ranks)]
+    return _of_all(analysis, condition.metric, condition.is_share), spread_of(values)
 
 
 def _of_step(step: StepFigures, metric: str, is_share: bool) -> float:
@@ -166,5 +170,4 @@ def _of_all(analysis: Analysis, metric: str, is_share: bool) -> float:
 
 
 def _shown(condition: Condition, value: float) -> str:
-    is_share = condition.metric in SHARES_ONLY or (condition.unit == "share" and not condition.is_relative)
-    return format_percent(value) if is_share else format_us(value)
+    return format_percent(value) if condition.is_share else format_us(value)

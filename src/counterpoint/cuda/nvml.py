@@ -5,6 +5,7 @@ calibrated nevertheless, and the conditions say that its state could not be read
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 from counterpoint.errors import DeviceError
@@ -22,6 +23,7 @@ THROTTLES = {
 POWER_CAP = 0x04
 # nvml.h: nvmlReturn_t
 ERRORS = {3: "not supported by this GPU", 4: "no permission", 6: "GPU not found", 9: "driver not loaded"}
+INSUFFICIENT_SIZE = 7
 SM_CLOCK = 1
 MOST_BUSY_PERCENT = 5  # of the last sampling period; an idle GPU shows 0. An assumption
 MOST_USED_BYTES = 2048 * MIB  # an idle GPU holds 0.5 to 1 GiB for the driver. An assumption
@@ -116,9 +118,10 @@ class Nvml:
         return millijoules.value / 1000.0
 
     def _num_processes(self) -> int:
-        """Return the number of compute processes. Without a buffer the driver only counts, and the status is an error."""
+        """Return the number of compute processes. Without a buffer the driver only counts, and says that it needs one."""
         count = ctypes.c_uint(0)
-        self._library.nvmlDeviceGetComputeRunningProcesses_v3(self._device, ctypes.byref(count), None)
+        name = "nvmlDeviceGetComputeRunningProcesses_v3"
+        _check(name, getattr(self._library, name)(self._device, ctypes.byref(count), None), (0, INSUFFICIENT_SIZE))
         return int(count.value)
 
     def _number(self, name: str, *values: int) -> int:
@@ -127,7 +130,10 @@ class Nvml:
         return int(found.value)
 
     def _call(self, name: str, *values: Any) -> None:
-        status = getattr(self._library, name)(*values)
-        if status:
-            reason = ERRORS.get(status, "see nvmlReturn_t in NVIDIA's documentation")
-            raise DeviceError(f"{name} of NVML failed with error {status} ({reason}). Check nvidia-smi.")
+        _check(name, getattr(self._library, name)(*values))
+
+
+def _check(name: str, status: int, expected: Sequence[int] = (0,)) -> None:
+    if status not in expected:
+        reason = ERRORS.get(status, "see nvmlReturn_t in NVIDIA's documentation")
+        raise DeviceError(f"{name} of NVML failed with error {status} ({reason}). Check nvidia-smi.")

@@ -22,7 +22,7 @@ from counterpoint.value import Value, require
 class FilterRule(Value, frozen=True, kw_only=True):
     """One line of the filter's table: which kernels it is for, and how to change their launches; None changes nothing.
 
-    `dynamic_shared_bytes` of 0 leaves a kernel's as they are, and sets its carveout alone.
+    `dynamic_shared_bytes` of 0 leaves a kernel's as they are; without `ctas_per_sm` the rule sets the carveout alone.
     `pattern` must match the whole name, as the driver reports it or demangled: `*` and `?` as in a shell; a backslash before
     either (or before a backslash) makes it literal. If several rules set the same control, the last one counts. `kind`
     restricts a rule to kernels that some rule marks as collectives with `is_collective`, or to all others. The next head

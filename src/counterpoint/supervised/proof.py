@@ -124,7 +124,7 @@ def prove_rule(rule: FilterRule, counters: RuleCounters, launched: Collection[st
 
 def _prove_controls(rule: FilterRule, counters: RuleCounters) -> list[ControlProof]:
     entries: list[ControlProof] = []
-    if rule.dynamic_shared_bytes == 0 and rule.carveout_percent is not None:
+    if rule.ctas_per_sm is None and rule.dynamic_shared_bytes == 0 and rule.carveout_percent is not None:
         carveout = Carveout(percent=rule.carveout_percent)
         entries.append(_by_launches(rule, counters, carveout, counters.num_capped))
     elif rule.dynamic_shared_bytes is not None:
