@@ -7,6 +7,7 @@ without a traceback, and exits with code 2.
 import sys
 from contextlib import suppress
 
+INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
 READER_LEFT = 141  # exit code where the reader of the output, such as head, has exited: 128 + SIGPIPE, as shells have it
 MAX_SHOWN = 60  # most letters of a name or value in an error
 MAX_PATH_SHOWN = 200

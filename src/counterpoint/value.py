@@ -37,7 +37,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def all_fields(value: object) -> object:
-    """Return nested values, tuples and dicts as tuples of all fields, for keys and fingerprints that are equal in every process.
+    """Return nested values as tuples of all fields, for keys and fingerprints that are equal in every process.
 
     Neither a `repr` nor JSON of a value shows all fields. JSON omits a default only if it is the same object, so the JSON
     of a value differs from that of its copy from another process.

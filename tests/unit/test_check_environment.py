@@ -10,7 +10,7 @@ import pytest
 
 from counterpoint.doctor import environment
 from counterpoint.doctor.driver_query import Answer
-from counterpoint.doctor.environment import at_command, gather, read_nccl_files, read_preloaded
+from counterpoint.doctor.environment import ask_driver, at_command, gather, read_nccl_files, read_preloaded
 from counterpoint.doctor.job_context import FoundGpu, JobContext, load_context, parse_version
 from counterpoint.doctor.versions_query import query_versions
 from counterpoint.errors import JobContextError
@@ -186,6 +186,16 @@ def test_our_own_filter_is_known_by_the_name_it_is_linked_with(tmp_path: Path) -
 def test_a_preloaded_library_does_not_disturb_the_question(driver: Path, tmp_path: Path) -> None:
     crash = build(tmp_path, libcrash_so="#include <stdlib.h>\n__attribute__((constructor)) void now(void) { abort(); }")
     assert look(libraries=driver, LD_PRELOAD=str(crash / "libcrash.so")).gpus
+
+
+def test_what_the_environment_prints_before_the_answer_is_passed_over(tmp_path: Path) -> None:
+    usual = ask_driver({})
+    (tmp_path / "sitecustomize.py").write_text("print('{welcome}')\n")
+    assert ask_driver({"PYTHONPATH": str(tmp_path)}) == usual
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'bye')\n")
+    answer, unknown = ask_driver({"PYTHONPATH": str(tmp_path)})
+    assert answer == Answer()
+    assert "the query printed" in unknown[0]
 
 
 def test_versions_are_those_of_the_python_that_the_command_runs(tmp_path: Path) -> None:

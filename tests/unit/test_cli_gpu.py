@@ -138,6 +138,13 @@ def test_a_kept_plan_is_found_again_and_only_under_the_same_conditions(
     assert find_plan(load_workload("cb_ar_opt1"), HERE) is None
 
 
+def test_a_plan_that_cannot_be_kept_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(tmp_path / "file" / "plans"))
+    with pytest.raises(PlanError, match=r"^Cannot create the folder .*: Not a directory\.$"):
+        keep_plan(Plan(), load_workload("cb_ar_opt2"), HERE)
+
+
 def test_a_damaged_kept_plan_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COUNTERPOINT_CACHE_DIR", str(tmp_path))
     step = load_workload("cb_ar_opt2")

@@ -22,6 +22,8 @@ from counterpoint.errors import INSTALL, DeviceError
         ("sys.exit('no')", 1, ""),
         ("raise DeviceError('No GPU. Get one.')", 2, "counterpoint: No GPU. Get one."),
         ("raise ValueError('ours')", 1, "ValueError: ours"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise BrokenPipeError", 141, ""),
     ],
 )
 def test_every_ending_has_its_status_and_no_thread_is_waited_for(ending: str, status: int, said: str) -> None:

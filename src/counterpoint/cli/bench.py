@@ -257,7 +257,7 @@ def _measure_paper(asked: BenchOptions) -> None:
     for described in descriptions:
         if described.name in measured:
             continue
-        rounds = asked.rounds or ROUNDS[described.name.split("_")[0]]
+        rounds = asked.rounds or ROUNDS.get(described.name.split("_")[0], SWEEP_ROUNDS)
         num_choice_rounds = min(asked.rounds or NUM_ROUNDS, NUM_ROUNDS)
         result, step = measure_workload(described, rounds, num_choice_rounds, with_energy=asked.with_energy)
         if rank == 0:

@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from counterpoint.cli.options import Command, output_option
-from counterpoint.errors import MachineError, say, shown, shown_path
+from counterpoint.errors import INTERRUPTED, MachineError, say, shown, shown_path
 from counterpoint.value import check_outputs, require
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from counterpoint.sim.calibration import Calibration, ProbeRecord
 
 INSTEAD = "Without GPUs, the shipped constants are used: counterpoint machines."
-INTERRUPTED = 130
 SAVED_S = 5.0  # of probes, after which the file is written
 # conditions that must not have changed when a calibration continues; "gpus" is only the number that took part last
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl", "nvls")

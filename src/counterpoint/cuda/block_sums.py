@@ -98,6 +98,8 @@ def _launch(
     try:
         add_blocks(*blocks, out=out, copy=copy, divisor=divisor)
     except Exception as problem:  # Triton's own kinds are not part of its interface
+        if "[CUDA]" in str(problem):  # the GPU failed, not the compiler
+            raise
         _failed.append(problem)
         logger.warning("counterpoint: torch adds blocks, since Triton failed: %s", cause_of(problem, MOST_LETTERS))
         return False

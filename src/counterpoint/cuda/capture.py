@@ -119,7 +119,7 @@ class Captured:
             operation = self.read.step.operations[index]
             intervals.append(
                 Interval(
-                    rank=0,
+                    rank=self.rendezvous.rank,
                     stream=operation.stream,
                     operation=index,
                     name=name,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError
+from counterpoint.errors import CounterpointError, PlanError
 from counterpoint.plan import Plan, load_plan, save_plan
 from counterpoint.step import Step
 from counterpoint.value import Value
@@ -58,6 +58,9 @@ def find_plan(step: Step, conditions: Conditions) -> Plan | None:
 def keep_plan(plan: Plan, step: Step, conditions: Conditions) -> Path:
     """Write the plan where `find_plan` looks. Raises `PlanError` if it cannot be written."""
     path = plan_path(step, conditions)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise PlanError(f"Cannot create the folder {path.parent}: {problem.strerror}.") from problem
     save_plan(plan, path)
     return path

@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from counterpoint.errors import INSTALL, CounterpointError, DeviceError, say
+from counterpoint.errors import INSTALL, INTERRUPTED, READER_LEFT, CounterpointError, DeviceError, say
 
 JOIN_TIMEOUT = timedelta(seconds=300)
 LEAVING_LIMIT = timedelta(seconds=10)
@@ -71,6 +71,10 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
         leave(2)
     except SystemExit as ended:  # the argument parser has printed why
         leave(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    except KeyboardInterrupt:
+        leave(INTERRUPTED)
+    except BrokenPipeError:
+        leave(READER_LEFT)
     except BaseException:
         # a bug here or in the user's step: print the traceback, but do not wait for ranks that will never answer
         traceback.print_exc()
@@ -97,6 +101,7 @@ def wait_until_all_leave() -> None:
 
 def leave(exit_code: int) -> NoReturn:
     """End this process now; a normal exit would wait for collectives that will never finish."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the reader has exited, or the disk is full
+            output.flush()
     os._exit(exit_code)

@@ -41,8 +41,8 @@ class Rendezvous:
 
     def __init__(self, limit_s: float) -> None:
         self._exchange = open_exchange("rendezvous", limit_s)
-        self.num_ranks = self._exchange.num_ranks
-        self.is_first_rank = self._exchange.rank == 0
+        self.num_ranks, self.rank = self._exchange.num_ranks, self._exchange.rank
+        self.is_first_rank = self.rank == 0
 
     def meet(self) -> None:
         """Wait for all ranks."""

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,7 +25,7 @@ from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import LAUNCHERS, WRAPPERS, ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.job_context import JobCommand, JobContext, PreloadedLibrary, whole_number
-from counterpoint.errors import CounterpointError, JobContextError, LaunchFilterError
+from counterpoint.errors import CounterpointError, JobContextError, LaunchFilterError, shown
 from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.places import file_system_of
 
@@ -40,6 +41,7 @@ OUR_FILTER = b"libcounterpoint_filter.so"
 # a larger file is a whole runtime, not a filter; reading it would take long and tell little
 LARGEST_PRELOADED_BYTES = 64 << 20
 SYSTEM_NCCL_FILE = Path("/etc/nccl.conf")
+Decoded = TypeVar("Decoded")
 
 
 def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> JobContext:
@@ -169,7 +171,9 @@ def ask_driver(environment: Mapping[str, str]) -> tuple[Answer, tuple[str, ...]]
     output, problem = _run(command, asking)
     if problem:
         return Answer(), (f"GPUs, driver and peer access: {problem}",)
-    answer = msgspec.json.decode(output, type=Answer)
+    answer, problem = _decoded(output, Answer)
+    if answer is None:
+        return Answer(), (f"GPUs, driver and peer access: {problem}",)
     return answer, (f"GPUs, driver and peer access: {answer.reason}",) if answer.reason else ()
 
 
@@ -205,7 +209,16 @@ def _versions(program_path: str, environment: Mapping[str, str]) -> tuple[dict[s
     output, problem = _run([str(interpreter), versions_query.__file__], environment)
     if problem:
         return {}, (f"versions of torch and NCCL in {interpreter}: {problem}",)
-    return msgspec.json.decode(output, type=dict[str, str]), ()
+    versions, problem = _decoded(output, dict[str, str])
+    return versions or {}, (f"versions of torch and NCCL in {interpreter}: {problem}",) if problem else ()
+
+
+def _decoded(output: bytes, kind: type[Decoded]) -> tuple[Decoded | None, str]:
+    """Return the object that a query printed last, or None and the reason; files that Python loads may print before it."""
+    try:
+        return msgspec.json.decode(output[output.rfind(b"\n{") + 1 :], type=kind), ""
+    except msgspec.MsgspecError:
+        return None, f"the query printed '{shown(output.decode(errors='replace'))}'"
 
 
 def _interpreter_beside(program: Path) -> Path | None:

@@ -16,7 +16,7 @@ from counterpoint.cuda.driver import pci_bus_id
 from counterpoint.cuda.energy import open_counter
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.nvml import Nvml
-from counterpoint.errors import WorkloadError
+from counterpoint.errors import WorkloadError, shown
 from counterpoint.paper.cases import check_memory
 from counterpoint.workloads.description import Description, Gemm, parse_bytes
 from counterpoint.workloads.gemm import tile_count
@@ -146,6 +146,12 @@ def num_ranks() -> int:
 
 def check_runnable(description: Description) -> None:
     """Raise `WorkloadError` for what the kernels here cannot compute, before any memory is taken."""
+    counts = len(description.gemms), len(description.collectives)
+    if counts != (1, 1):
+        raise WorkloadError(
+            f"On GPUs bench paper runs workloads of one [[gemms]] and one [[collectives]]; '{shown(description.name)}' has "
+            f"{counts[0]} and {counts[1]}. Simulate it: --simulate MACHINE."
+        )
     (gemm,), (collective,) = description.gemms, description.collectives
     if description.num_ranks < 2:
         raise WorkloadError(

@@ -1,6 +1,7 @@
 """Tuning on GPUs from start to end: capture a step function, find a plan by measurement or in the cache, apply it."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 
@@ -8,7 +9,7 @@ from counterpoint.controls import LightKernel, Transport
 from counterpoint.cuda.applied import Applied, apply
 from counterpoint.cuda.capture import Captured, capture
 from counterpoint.cuda.plan_cache import find_plan, keep_plan
-from counterpoint.errors import MachineError
+from counterpoint.errors import CounterpointError, MachineError, say
 from counterpoint.machine import Machine, machine_for_device
 from counterpoint.ops.captured_copies import offer_copies
 from counterpoint.ops.light_collectives import offer_light_kernels
@@ -29,12 +30,15 @@ def machine_of(captured: Captured) -> Machine:
 
 
 def tune_captured(captured: Captured, machine: Machine | None) -> MeasuredTuning:
-    """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache."""
+    """Find the plan of a captured step by measurement and keep it; rank 0 writes the cache, and says if it cannot."""
     offer_copies(captured)
     offer_light_kernels(captured)
     tuning = tune_measured(captured, machine or machine_of(captured))
     if captured.rendezvous.is_first_rank:
-        keep_plan(tuning.plan, captured.read.step, captured.conditions())
+        try:
+            keep_plan(tuning.plan, captured.read.step, captured.conditions())
+        except CounterpointError as problem:  # the plan took minutes to measure
+            say(f"The plan is not kept for the next run: {problem}")
     return tuning
 
 
@@ -47,13 +51,17 @@ def tune_step_function(step_fn: Callable[[], object], machine: Machine | None) -
     `MachineError`, or `PlanError` if ranks disagree.
     """
     captured = capture(step_fn)
-    captured.require_repeatable()
-    plan = kept_plan(captured)
-    if plan is None:
-        plan = tune_captured(captured, machine).plan
-    else:
-        _offer_what_is_planned(captured, plan)
-    return apply(captured, plan, is_owner=True)
+    with ExitStack() as opened:
+        opened.callback(captured.close)
+        captured.require_repeatable()
+        plan = kept_plan(captured)
+        if plan is None:
+            plan = tune_captured(captured, machine).plan
+        else:
+            _offer_what_is_planned(captured, plan)
+        applied = apply(captured, plan, is_owner=True)
+        opened.pop_all()
+    return applied
 
 
 def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:
@@ -66,6 +74,11 @@ def _offer_what_is_planned(captured: Captured, plan: Plan) -> None:
 
 
 def kept_plan(captured: Captured) -> Plan | None:
-    """Return the cached plan of rank 0, on every rank, or None."""
-    kept = find_plan(captured.read.step, captured.conditions()) if captured.rendezvous.is_first_rank else None
+    """Return the cached plan of rank 0, on every rank, or None, as for a file that cannot be read."""
+    kept = None
+    if captured.rendezvous.is_first_rank:
+        try:
+            kept = find_plan(captured.read.step, captured.conditions())
+        except CounterpointError as problem:  # the other ranks wait for this one
+            say(f"The kept plan is measured anew: {problem}")
     return msgspec.json.decode(captured.agree(msgspec.json.encode(kept).decode()), type=Plan | None)
