@@ -47,7 +47,7 @@ COMMUNICATION = [
     ("void fbgemm_gpu::two_shot_all_reduce<8, false, true>(int)", "custom_all_reduce", "all_reduce"),
     ("void fbgemm_gpu::reduce_scatter<8, true>(int)", "custom_all_reduce", "reduce_scatter"),
     (
-        "void (anonymous namespace)::all_reduce_one_shot_push_kernel<__half, 4u, true>((anonymous namespace)::AllReducePushData)",
+        "void (anonymous namespace)::all_reduce_one_shot_push_kernel<__half, 4u, true>((anonymous namespace)::Data)",
         "custom_all_reduce",
         "all_reduce",
     ),

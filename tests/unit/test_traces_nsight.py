@@ -75,6 +75,35 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "report.sqlite"
 
 
+def add(path: Path, *statements: str) -> None:
+    """Change the database."""
+    file = sqlite3.connect(path)
+    for statement in statements:
+        file.execute(statement)
+    file.commit()
+    file.close()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_graphs_whose_kernels_were_not_recorded_are_refused(path: Path, is_alone: bool) -> None:
+    table = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+    add(path, f"CREATE TABLE {table} (start INT, end INT, deviceId INT, globalPid INT)")
+    add(path, f"INSERT INTO {table} VALUES (1, 2, 0, {PROCESS + (1 << 24)})")
+    assert len(read_activity(path).operations) == 9  # another process launched that graph
+    add(path, f"INSERT INTO {table} VALUES (1, 2, 0, {PROCESS})")
+    if is_alone:
+        add(path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
+    with pytest.raises(TraceError, match=r"graphs without their kernels; record with nsys profile --cuda-graph-trace=node"):
+        read_activity(path)
+
+
+def test_ranges_within_a_step_that_are_named_like_steps_are_no_steps(path: Path) -> None:
+    windows = read_activity(path).step_windows
+    add(path, *(f"INSERT INTO NVTX_EVENTS VALUES ({begin + 10}, {begin + 300_000}, {PROCESS + 9}, '{name}', NULL)"
+                for begin in (0, 1_000_000, 2_000_000) for name in ("step", "iteration 1")))  # fmt: skip
+    assert read_activity(path).step_windows == windows
+
+
 def test_operations_launches_waits_and_ranges_are_read(path: Path) -> None:
     trace = read_activity(path)
     assert [item.name for item in trace.operations] == [MATMUL, NCCL, "Memcpy PtoP"] * 3

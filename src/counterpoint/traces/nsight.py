@@ -23,7 +23,7 @@ from counterpoint.traces.host_operators import HostOperators, innermost_ranges
 from counterpoint.value import require
 
 MAGIC = b"SQLite format 3\0"
-KERNELS, COPIES, FILLS = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET"))
+KERNELS, COPIES, FILLS, GRAPHS = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE"))
 CALLS, SYNCS, RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "NVTX_EVENTS"
 STREAM_WAIT_EVENT = 2  # CUpti_ActivitySynchronizationType
 COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}  # CUpti_ActivityMemcpyKind
@@ -35,6 +35,7 @@ _SHAPE = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
 _SIZES = ("registersPerThread", "staticSharedMemory", "dynamicSharedMemory")
 
 Process = tuple[int, int]  # the global number of a process, and a device
+Range = tuple[float, float, int, str]  # an NVTX range's start and end in microseconds, its thread and its name
 
 
 def knows(head: bytes) -> bool:
@@ -106,12 +107,19 @@ class _Database:
         found: dict[Process, list[GpuOperation]] = {}
         for place, operation in self.operations():
             found.setdefault(place, []).append(operation)
+        graphs = {(process or 0, device) for device, process in self.rows(GRAPHS, ("deviceId",), ("globalPid",))}
         require(
-            bool(found),
+            bool(found or graphs),
             TraceError,
             f"{self.path} holds no GPU activity; record with nsys profile --trace=cuda,nvtx and export again.",
         )
-        process, device = busiest(found)
+        process, device = busiest(found) if found else min(graphs)
+        require(
+            (process, device) not in graphs,
+            TraceError,
+            f"{self.path} holds launches of CUDA graphs without their kernels; record with nsys profile "
+            "--cuda-graph-trace=node and export again.",
+        )
         operations = found[process, device]
         calls, waits = self.calls(process, device)
         beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
@@ -202,17 +210,23 @@ class _Database:
     ) -> tuple[HostOperators, tuple[tuple[float, float], ...]]:
         """Return NVTX ranges as operators, with each operation's innermost one, and the ranges that are steps."""
         operators = HostOperators()
-        events: list[Event] = []
-        windows: list[tuple[float, float]] = []
+        ranges: list[Range] = []
         for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
             name = text or self.names.get(text_id, "")
             if not name or not end or thread is None or (process and thread >> PROCESS_BITS != process >> PROCESS_BITS):
                 continue
-            if _STEP.match(name):
-                windows.append((start / 1e3, end / 1e3))
-                name = f"ProfilerStep#{len(windows)}"
-            arguments = msgspec.Raw(b'{"External id": %d}' % (len(events) + 1))
-            events.append(Event(name=name, ts=start / 1e3, dur=(end - start) / 1e3, tid=str(thread), args=arguments))
+            ranges.append((start / 1e3, end / 1e3, thread, name))
+        steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
+        events = [
+            Event(
+                name=steps.get(each, each[-1]),
+                ts=each[0],
+                dur=each[1] - each[0],
+                tid=str(each[2]),
+                args=msgspec.Raw(b'{"External id": %d}' % number),
+            )
+            for number, each in enumerate(ranges, 1)
+        ]
         operators.add_operators(events)
         for event in events:
             operators.add_annotation(event)
@@ -222,4 +236,17 @@ class _Database:
             number = None if call is None else found.get((call.time_us, call.thread))
             if number is not None:
                 msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
-        return operators, tuple(sorted(windows))
+        return operators, tuple((start, end) for start, end, *_ in steps)
+
+
+def _steps(ranges: Sequence[Range]) -> list[Range]:
+    """Return the ranges that are steps by their names, in order: numbered ones if there are any, and of nested ones the
+    outermost, because optimizers and loops within a step have such ranges, too.
+    """
+    named = [each for each in ranges if _STEP.match(each[-1])]
+    numbered = [each for each in named if each[-1][-1].isdigit()] or named
+    steps: list[Range] = []
+    for each in sorted(numbered, key=lambda found: (found[0], -found[1])):
+        if not steps or each[0] >= steps[-1][1]:
+            steps.append(each)
+    return steps
