@@ -111,6 +111,16 @@ def tail(trace: TraceBuilder, begin: float) -> None:
     trace.collective(begin + 92, 200, host=begin + 5)
 
 
+def needed_is_launched_late(trace: TraceBuilder, begin: float) -> None:
+    """The next kernel needs a second collective, which the host issues long after the first has ended."""
+    start_side(trace, begin)
+    trace.collective(begin + 92, 200, host=begin + 5)
+    trace.collective(begin + 1100, 4, host=begin + 1090, stream=SIDE + 1)
+    wait_for_side(trace, begin + 1091)
+    trace.wait(begin + 1093, stream=MAIN, event=900 + trace.record(begin + 1092), on_stream=SIDE + 1)
+    trace.kernel(MATMUL, begin + 1108, 100, host=begin + 1094)
+
+
 def gap(trace: TraceBuilder, begin: float) -> None:
     """Two kernels 4 us apart beside a collective that runs through."""
     start_side(trace, begin)
@@ -153,6 +163,7 @@ CASES = {
     hardware_queue: ("hardware_queue", 200, "CUDA_DEVICE_MAX_CONNECTIONS"),
     launched_late: ("launched_late", 200, "The host issued it 995 us"),
     computation_launched_late: ("launched_late", 200, "The host issued the next computation"),
+    needed_is_launched_late: ("launched_late", 204, "The host issued the next computation"),
     tail: ("tail", 200, "has no computation left"),
     gap: ("gap", 4, "needs no collective"),
     in_a_graph: ("dependent", 6, "had been launched and starts 2 us after"),

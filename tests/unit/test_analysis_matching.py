@@ -71,6 +71,40 @@ def test_small_collectives_set_the_clock_where_large_ones_end_apart() -> None:
     assert clocks[1].offset_us == pytest.approx(0.0, abs=1.0)
 
 
+def grid_job(offsets: Sequence[float], lacking: int | None) -> list[RankAnalysis]:
+    """Four ranks in pairs, by two dimensions; six steps alike to 5 us; rank `lacking` was not profiled in the first."""
+    random = Random(3)
+    collectives: list[list[TracedCollective]] = [[] for _ in offsets]
+    now = 0.0
+    for step in range(6):
+        for _ in range(6):
+            for name, pairs in (("tp", ((0, 1), (2, 3))), ("dp", ((0, 2), (1, 3)))):
+                arrivals = [now + 300 + random.uniform(0, 5) for _ in offsets]
+                now += 600
+                for pair in pairs:
+                    for rank in pair:
+                        start, end = arrivals[rank] + offsets[rank], now + random.uniform(0, 0.5) + offsets[rank]
+                        if rank != lacking or step:
+                            more = {"process_group": name, "group_ranks": pair, "step": step}
+                            collectives[rank].append(traced(rank, len(collectives[rank]), start, end, **more))
+    return [rank_of(rank, held, world_size=4) for rank, held in enumerate(collectives)]
+
+
+@pytest.mark.parametrize("lacking", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("offsets", [(0.0, 0.0, 0.0, 0.0), (0.0, 5e6, 3e6, 1e6)])
+def test_groups_of_a_regular_job_are_matched_with_the_clocks_that_other_groups_show(
+    offsets: Sequence[float], lacking: int | None
+) -> None:
+    ranks = grid_job(offsets, lacking)
+    shared, _ = match_collectives(ranks)
+    clocks, _ = align_clocks(ranks, shared)
+    for each in shared:
+        ends = [clocks[member.rank].shared_us(member.end_us) for member in each.members]
+        assert max(ends) - min(ends) < JITTER_US  # not a step apart
+    if lacking is None or not any(offsets):  # else nothing tells which step a rank's profile begins with
+        assert all(len({member.step for member in each.members}) == 1 for each in shared)
+
+
 def test_exposed_time_is_on_the_clock_that_ranks_share_whatever_their_clocks_drift_by() -> None:
     ranks, _ = job(2, 200, seed=1, drift=1e-3)
     ends = [[each.end_us for each in combine(ranks).exposed if each.rank == rank] for rank in (0, 1)]

@@ -1,8 +1,10 @@
 """What can be recovered: no more than controls can do, and nothing of what was waited for other ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint.analysis.combine import combine
 from counterpoint.analysis.headline import with_recoverable
@@ -14,7 +16,7 @@ from counterpoint.job import load_job
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.traces.formats import read_activity
-from helpers.command import TRACES
+from helpers.command import TRACES, counterpoint
 from helpers.trace_builder import MATMUL, TraceBuilder
 
 FITS_BESIDE = {"grid": [132, 1, 1], "block": [128, 1, 1], "registers per thread": 64}
@@ -90,3 +92,45 @@ def test_a_plan_without_the_waits_that_other_ranks_show_may_not_be_the_one_that_
 def test_waits_that_other_ranks_show_are_not_recovered() -> None:
     alone, together = (sum(each.recovers_us for each in recovered(DDP[1], *files)) for files in (DDP[1:], DDP))
     assert together <= alone
+
+
+def uneven_job(folder: Path) -> list[Path]:
+    """Two ranks whose matmuls and all-reduces take turns on one stream; those of rank 1 take twice as long."""
+    traces = [TraceBuilder(world_size=2, rank=rank) for rank in (0, 1)]
+    for number in range(4):
+        for rank, trace in enumerate(traces):
+            begin = 10_000.0 * number
+            trace.step(begin, begin + 9_000)
+            for place in range(6):
+                start, end, host = begin + 200 + 1000 * place, begin + 1195 + 1000 * place, begin + 2 * place
+                trace.kernel(MATMUL, start, 300 + 300 * rank, host=host, args=FITS_BESIDE)
+                after = start + 303 + 300 * rank
+                group = {"Group size": 2, "Process Group Ranks": "[0, 1]"}
+                trace.collective(after, end - after, host=host + 1, elements=1 << 25, stream=7, args=group)
+    return [trace.write(folder, f"rank{rank}.json") for rank, trace in enumerate(traces)]
+
+
+def test_what_can_be_recovered_is_that_of_the_rank_that_sets_the_pace_in_any_order(tmp_path: Path) -> None:
+    files = uneven_job(tmp_path)
+    first, last = (json.loads(counterpoint("analyze", *order, "--json").stdout) for order in (files, files[::-1]))
+    assert first["recoverable"]
+    for found, other in zip(first["recoverable"], last["recoverable"], strict=True):
+        assert (found["what"], found["apply"]) == (other["what"], other["apply"])
+        assert found["recovers_us"] == pytest.approx(other["recovers_us"], rel=1e-3)
+        assert str(files[0]) not in " ".join(found["apply"])
+    transfers_us = 6 * (995 - 603)
+    assert first["recoverable"][0]["recovers_us"] < transfers_us
+
+
+def test_waits_are_those_of_the_ranks_own_groups_and_numbers(tmp_path: Path) -> None:
+    files = uneven_job(tmp_path)
+    analysis = combine([analyze_rank(read_activity(file)) for file in files])
+    job = load_job(str(files[0]))
+    of_others = tuple(
+        replace(each, waits_us=((2, 0.0), (3, 0.0)), group_numbers=((2, each.group_number), (3, each.group_number)))
+        for each in analysis.skews
+    )
+    began_later = tuple(replace(each, group_number=each.group_number + 6) for each in analysis.skews)
+    usual = find_recoverable(analysis, job, str(files[0]))
+    for skews in ((*analysis.skews, *of_others), began_later):
+        assert find_recoverable(replace(analysis, skews=skews), job, str(files[0])) == usual

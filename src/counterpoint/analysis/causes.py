@@ -127,7 +127,10 @@ class CauseFinder:
         """Return the reason if the next computation waits for communication of the piece, directly or through the host."""
         timed = self._timed
         kernel, name = short_name(timed.trace.operations[follower].name), self._found.values[piece.collective].name
-        direct, queued = self._reached(follower, piece.start)
+        reached, held = self._reached(follower, piece.start)
+        # what the host issues only later kept nothing from running yet
+        direct = {number for number in reached if self._is_issued(number, piece.end)}
+        queued = {number: needed for number, needed in held.items() if self._is_issued(needed, piece.end)}
         cause: Cause = "dependent"
         holds: int | None = None
         ends = timed.ends[piece.operation]
@@ -173,6 +176,12 @@ class CauseFinder:
                     queued.setdefault(number, held)
                 stack.append((other, held))
         return direct, queued
+
+    def _is_issued(self, number: int, before: int) -> bool:
+        """Return whether the host had issued a collective before a time."""
+        first = self._found.members[number].operations[0]
+        launch = self._timed.launches[first]
+        return (self._timed.starts[first] if launch is None else launch) < before
 
     def _is_queue(self, index: int, other: int) -> bool:
         """Return whether two collectives are ordered only because they share a stream or a communicator."""

@@ -2,7 +2,9 @@
 
 Profilers start and stop at different calls, and may lose events. So the sequences of a group are aligned at their longest
 run of equal entries. Because steps repeat, many shifts may give long runs; the right one is the shift with which the ends of
-the collectives coincide, up to the offset of the clocks. Collectives that do not match are left out and named.
+the collectives coincide, up to the offset of the clocks. Groups that share ranks share that offset, and ranks of one node
+have none: in a very regular job nothing else tells one step from the next. Collectives that do not match are left out and
+named.
 """
 
 from collections import Counter
@@ -38,13 +40,51 @@ def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollec
     """Return collectives that all present ranks of their group ran, in the first rank's order, and notes on the others."""
     shared: list[SharedCollective] = []
     problems: list[str] = []
-    for group, sequences in _groups(ranks).items():
+    apart = ClocksApart()
+    for group, sequences in sorted(_groups(ranks).items(), key=lambda entry: _certainty(entry[1]), reverse=True):
         if len(sequences) < 2:
             continue
-        matched, problem = _match_group(group, sequences)
+        matched, problem = _match_group(group, sequences, apart)
+        apart.learn(matched)
         shared += matched
         problems += problem
     return tuple(sorted(shared, key=lambda c: (c.members[0].start_us, c.members[0].rank))), tuple(problems)
+
+
+def _certainty(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[bool, int]:
+    """Return a key that is greater for groups that are matched more surely: those of which all ranks recorded as many
+    collectives, and of these the ones with more ranks.
+    """
+    return len({len(sequence) for sequence in sequences.values()}) == 1, len(sequences)
+
+
+class ClocksApart:
+    """By how much ranks' clocks differ, as far as matched collectives show it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[int, float]] = {}
+
+    def learn(self, matched: Sequence[SharedCollective]) -> None:
+        """Add what the collectives of one group show of pairs of ranks of which nothing was known."""
+        if not matched:
+            return
+        first, *others = matched[0].members
+        for place, other in enumerate(others, 1):
+            if self.us(first.rank, other.rank) is None:
+                apart_us = median(each.members[0].end_us - each.members[place].end_us for each in matched)
+                self._known.setdefault(first.rank, {})[other.rank] = apart_us
+                self._known.setdefault(other.rank, {})[first.rank] = -apart_us
+
+    def us(self, rank: int, other: int) -> float | None:
+        """Return a time on a rank's clock less the same time on another's, through other ranks if need be, or None."""
+        found, left = {rank: 0.0}, [rank]
+        while left and other not in found:
+            known = left.pop(0)
+            for near, apart_us in self._known.get(known, {}).items():
+                if near not in found:
+                    found[near] = found[known] + apart_us
+                    left.append(near)
+        return found.get(other)
 
 
 def find_stranger(ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]) -> str:
@@ -83,7 +123,9 @@ def _groups(ranks: Sequence[RankAnalysis]) -> dict[Group, dict[int, list[TracedC
     return groups
 
 
-def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> tuple[list[SharedCollective], list[str]]:
+def _match_group(
+    group: Group, sequences: dict[int, list[TracedCollective]], apart: ClocksApart
+) -> tuple[list[SharedCollective], list[str]]:
     name = _named(group)
     sizes = {collective.group_size for sequence in sequences.values() for collective in sequence}
     ranks = sorted(sequences)
@@ -99,7 +141,7 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
                 "is matched."
             )
         ]
-    base, matched = _best_base(sequences)
+    base, matched = _best_base(sequences, apart)
     strangers = [rank for rank in ranks if rank != base and rank not in matched]
     problems = [_describe_strangers(name, base, strangers)] if strangers else []
     if not matched:
@@ -112,11 +154,15 @@ def _match_group(group: Group, sequences: dict[int, list[TracedCollective]]) -> 
     return [SharedCollective(members=tuple(places[rank][i] for rank in alike)) for i in common], problems
 
 
-def _best_base(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[int, dict[int, Pairs]]:
+def _best_base(sequences: Mapping[int, Sequence[TracedCollective]], apart: ClocksApart) -> tuple[int, dict[int, Pairs]]:
     """Return the first rank that most others match, else the one that the most match, and its pairs with those ranks."""
     best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
     for base in sorted(sequences):
-        pairs = {rank: match_sequences(sequences[base], sequences[rank]) for rank in sorted(sequences) if rank != base}
+        pairs = {
+            rank: match_sequences(sequences[base], sequences[rank], apart.us(base, rank))
+            for rank in sorted(sequences)
+            if rank != base
+        }
         matched = {rank: found for rank, found in pairs.items() if found}
         best = max(best, (base, matched), key=lambda entry: len(entry[1]))
         if 2 * len(matched) >= len(pairs):
@@ -152,13 +198,19 @@ def _describe_rest(name: str, counts: Mapping[int, int], num_common: int) -> lis
     ]
 
 
-def match_sequences(first: Sequence[TracedCollective], second: Sequence[TracedCollective]) -> Pairs:
-    """Return pairs of places in two ranks' sequences of one group that are one collective, ascending; empty if none fit."""
+def match_sequences(
+    first: Sequence[TracedCollective], second: Sequence[TracedCollective], apart_us: float | None = None
+) -> Pairs:
+    """Return pairs of places in two ranks' sequences of one group that are one collective, ascending; empty if none fit.
+
+    `apart_us` is the first clock less the second if other groups show it. Of shifts that fit, the one that agrees is taken.
+    """
     pairs: Pairs = []
     left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
     while left:
         (low, high), (other_low, other_high), distance_us = left.pop()
-        run = _best_run(first[low:high], second[other_low:other_high], distance_us)
+        parts = first[low:high], second[other_low:other_high]
+        run = _best_run(*parts, distance_us) if distance_us is not None else _first_run(*parts, apart_us)
         if not run:
             continue
         run = [(i + low, j + other_low) for i, j in run]
@@ -178,6 +230,21 @@ def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
     """
     edges = [(-1, -1), *sorted(pairs), (num_first, num_second)]
     return sum(min(i - before - 1, j - other - 1) for (before, other), (i, j) in pairwise(edges))
+
+
+def _first_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], apart_us: float | None) -> Pairs:
+    """Return the run at the shift at which ends coincide on clocks that far apart, or equal if unknown; else the best run."""
+    if not first or not second:
+        return []
+    tokens, others = [_token(c) for c in first], [_token(c) for c in second]
+    middle = len(first) // 2
+    at_us = first[middle].end_us - (apart_us or 0.0)
+    nearest = min(range(len(second)), key=lambda place: abs(second[place].end_us - at_us))
+    run = _longest_run(tokens, others, nearest - middle)
+    least = max(min(LEAST_RUN, len(first), len(second)), LEAST_SHARE * min(len(first), len(second)))
+    if len(run) >= least and do_coincide(first, second, run, apart_us or 0.0):
+        return trimmed(first, second, _followed(run, tokens, others))
+    return _best_run(first, second, None)
 
 
 def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], distance_us: float | None) -> Pairs:

@@ -88,7 +88,11 @@ def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
     rank = next((each for each in analysis.ranks if each.path == source), None)
     if rank is None:
         return step
-    waited = {(skew.process_group, skew.group_number): dict(skew.waits_us).get(rank.rank, 0.0) for skew in analysis.skews}
+    waited = {
+        (skew.process_group, number): dict(skew.waits_us)[rank.rank]
+        for skew in analysis.skews
+        if (number := dict(skew.group_numbers).get(rank.rank)) is not None
+    }
     wait_us = {
         (each.collective, round(each.end_us - each.start_us, 2)): waited.get((each.process_group, each.group_number), 0.0)
         for each in rank.collectives

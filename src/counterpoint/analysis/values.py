@@ -287,6 +287,7 @@ class CollectiveSkew(Value, frozen=True, kw_only=True):
     skew_us: float
     latency_us: float
     waits_us: tuple[tuple[int, float], ...]  # by rank
+    group_numbers: tuple[tuple[int, int], ...] = ()  # by rank, because profiles may begin at different collectives
     last_did: str = ""
 
 

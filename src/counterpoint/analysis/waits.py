@@ -90,5 +90,6 @@ def skew_of(arrival: Arrival) -> CollectiveSkew:
         skew_us=arrival.skew_us,
         latency_us=arrival.latency_us,
         waits_us=tuple((m.rank, wait) for m, wait in zip(arrival.members, arrival.waits_us, strict=True)),
+        group_numbers=tuple((member.rank, member.group_number) for member in arrival.members),
         last_did=arrival.last.before,
     )

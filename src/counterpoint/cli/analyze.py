@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 UNNAMED = -1  # the rank is unknown
+LEAST_WAIT = 0.01  # of a rank's steps: a smaller difference of waits changes what can be recovered by no more than that
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 
 
@@ -134,7 +135,9 @@ def analyze(
 
 
 def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
-    """Analyze all ranks together, and find what could be recovered of the first rank's step."""
+    """Analyze all ranks together, and find what could be recovered of the step of the rank that waits least for others: it
+    sets the pace, and what others wait for it cannot be recovered on them.
+    """
     from counterpoint.analysis.combine import combine  # noqa: PLC0415
     from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
 
@@ -147,10 +150,29 @@ def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, 
             ranks.append(rank)
             show(f"read {len(ranks)} of {format_count(len(traces), 'trace')}")
         found = combine(_numbered(ranks))
-        if not simulates or step is None:
+        if step is None:
             return found
+        source = _setting_the_pace(found, traces[0])
+        if source != traces[0]:
+            show(f"reading {shown_path(source)} again, whose rank waits least for others")
+            _, step = _analyze_file(source, _num_ranks(traces), True)
+            assert step is not None, "an Inspector log has no waits"
         show("simulating what can be recovered")
-        return _with_recoverable(found, step, traces[0], machine, has_own_rules=rules is not None)
+        return _with_recoverable(found, step, source, machine, has_own_rules=rules is not None)
+
+
+def _setting_the_pace(found: "Analysis", first: str) -> str:
+    """Return the trace of the rank that waits least for others: the first trace, unless another's waits are shorter by more
+    than a small part of its steps.
+    """
+    waited = {each.rank: each.waited_us for each in found.waits}
+    by_rank = {rank.rank: rank for rank in found.ranks if rank.rank in waited}
+    least = min(by_rank, key=lambda rank: waited[rank], default=None)
+    own = next((number for number, rank in by_rank.items() if rank.path == first), None)
+    if least is None or own is None:
+        return first
+    traced_us = sum(step.makespan_us for step in by_rank[own].steps)
+    return by_rank[least].path if waited[own] - waited[least] > LEAST_WAIT * traced_us else first
 
 
 def _each_rank(
@@ -165,25 +187,39 @@ def _each_rank(
     from counterpoint.workers import num_cores, worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
 
     plans = [simulates and place == 0 for place in range(len(traces))]
+    num_ranks = [_num_ranks(traces)] * len(traces)
     num_workers = min(len(traces), num_cores())
     if num_workers == 1:
-        yield from (_analyze_file(*each, on_progress) for each in zip(traces, plans, strict=True))
+        yield from (_analyze_file(*each, on_progress) for each in zip(traces, num_ranks, plans, strict=True))
         return
     with worker_processes(num_workers, AnalysisError, "name fewer traces at once", use_rules, rules) as pool:
-        for packed, step in pool.map(_packed_analysis, traces, plans):
+        for packed, step in pool.map(_packed_analysis, traces, num_ranks, plans):
             yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
 
 
-def _packed_analysis(path: str, is_planned: bool) -> "tuple[bytes, TracedStep | None]":
+def _num_ranks(traces: Sequence[str]) -> int:
+    """Return how many ranks a job has as far as the files' number and names show it."""
+    return max(len(traces), *(1 + (_rank_in_name(path) or 0) for path in traces))
+
+
+def _rank_in_name(path: str) -> int | None:
+    found = RANK_IN_NAME.search(os.path.basename(path))
+    return int(found[1]) if found else None
+
+
+def _packed_analysis(path: str, num_ranks: int, is_planned: bool) -> "tuple[bytes, TracedStep | None]":
     """Return an analysis as MessagePack, because pickling its values takes ten times as long."""
-    rank, step = _analyze_file(path, is_planned)
+    rank, step = _analyze_file(path, num_ranks, is_planned)
     return msgspec.msgpack.encode(rank), step
 
 
 def _analyze_file(
-    path: str, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
+    path: str, num_ranks: int, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
 ) -> "tuple[RankAnalysis, TracedStep | None]":
-    """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents."""
+    """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents.
+
+    A trace that states no number of ranks, as Nsight's and torch 2.0's do not, is taken to be of `num_ranks`.
+    """
     from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
     from counterpoint.analysis.rank import analyze_rank, analyze_rank_and_step  # noqa: PLC0415
     from counterpoint.traces.formats import read_activity  # noqa: PLC0415
@@ -193,10 +229,12 @@ def _analyze_file(
         return read_inspector(Path(path)), None
     with in_one_line(Path(path)):
         trace = read_activity(Path(path), on_progress)
-        rank, step = analyze_rank_and_step(trace) if is_planned else (analyze_rank(trace), None)
+        sized = trace if trace.world_size or num_ranks == 1 else replace(trace, world_size=num_ranks)
+        rank, step = analyze_rank_and_step(sized) if is_planned else (analyze_rank(sized), None)
+    rank = replace(rank, world_size=trace.world_size)
     if trace.rank is None:
-        named = RANK_IN_NAME.search(os.path.basename(path))
-        rank = replace(rank, rank=int(named[1]) if named else UNNAMED)
+        named = _rank_in_name(path)
+        rank = replace(rank, rank=UNNAMED if named is None else named)
     return rank, step
 
 
