@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from counterpoint.analysis.alignment import align_clocks, describe_drifts
 from counterpoint.analysis.combine import combine
@@ -103,6 +104,19 @@ def test_groups_of_a_regular_job_are_matched_with_the_clocks_that_other_groups_s
         assert max(ends) - min(ends) < JITTER_US  # not a step apart
     if lacking is None or not any(offsets):  # else nothing tells which step a rank's profile begins with
         assert all(len({member.step for member in each.members}) == 1 for each in shared)
+
+
+def test_a_group_of_listed_ranks_is_one_whatever_each_rank_calls_it() -> None:
+    ranks, _ = job(2, 20, seed=2)
+
+    def named(place: int, *names: str) -> RankAnalysis:
+        held = ranks[place].collectives
+        more = [replace(each, process_group=names[n % len(names)], group_ranks=(0, 1)) for n, each in enumerate(held)]
+        return replace(ranks[place], collectives=tuple(more))
+
+    assert len(match_collectives([named(0, "5"), named(1, "dp")])[0]) == 20
+    assert len(match_collectives([named(0, "dp", "cp"), named(1, "dp", "cp")])[0]) == 20
+    assert not match_collectives([named(0, "dp", "cp"), named(1, "tp", "ep")])[0]
 
 
 def test_exposed_time_is_on_the_clock_that_ranks_share_whatever_their_clocks_drift_by() -> None:

@@ -51,6 +51,20 @@ def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollec
     return tuple(sorted(shared, key=lambda c: (c.members[0].start_us, c.members[0].rank))), tuple(problems)
 
 
+def _common_names(ranks: Sequence[RankAnalysis]) -> dict[tuple[int, ...], str | None]:
+    """Return the first rank's name of each group of listed ranks, unless a rank has several groups of these."""
+    found: dict[tuple[int, ...], dict[int, dict[str | None, None]]] = {}
+    for analysis in ranks:
+        for each in analysis.collectives:
+            if each.group_ranks:
+                found.setdefault(each.group_ranks, {}).setdefault(analysis.rank, {})[each.process_group] = None
+    return {
+        members: next(iter(by_rank[min(by_rank)]))
+        for members, by_rank in found.items()
+        if all(len(names) == 1 for names in by_rank.values())
+    }
+
+
 def _certainty(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[bool, int]:
     """Return a key that is greater for groups that are matched more surely: those of which all ranks recorded as many
     collectives, and of these the ones with more ranks.
@@ -111,14 +125,16 @@ def _groups(ranks: Sequence[RankAnalysis]) -> dict[Group, dict[int, list[TracedC
     """Return collectives by process group and rank, in the order of the group.
 
     Sends and receives in groups of more than two have no order that all ranks share. A group without a name is told by size.
+    A rank's name for a group depends on its other groups, so the name counts only where a rank has two of the same ranks.
     """
     groups: dict[Group, dict[int, list[TracedCollective]]] = {}
+    names = _common_names(ranks)
     for analysis in ranks:
         for collective in sorted(analysis.collectives, key=lambda c: (c.group_number, c.start_us)):
             is_pairwise = collective.collective == "send_recv" and collective.group_size > 2
             if collective.group_size > 1 and not is_pairwise:
-                size = collective.group_size if collective.process_group is None else 0
-                key = (collective.process_group, collective.group_ranks, size)
+                name = names.get(collective.group_ranks, collective.process_group)
+                key = (name, collective.group_ranks, collective.group_size if name is None else 0)
                 groups.setdefault(key, {}).setdefault(analysis.rank, []).append(collective)
     return groups
 
@@ -233,7 +249,7 @@ def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
 
 
 def _first_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], apart_us: float | None) -> Pairs:
-    """Return the run at the shift at which ends coincide on clocks that far apart, or equal if unknown; else the best run."""
+    """Return the run whose ends coincide on clocks that are so far apart, or equal if that is unknown; else the best run."""
     if not first or not second:
         return []
     tokens, others = [_token(c) for c in first], [_token(c) for c in second]
