@@ -1,10 +1,13 @@
 """Worker processes that share work among the cores. Ctrl-C ends them without a word, and one that is killed is one line.
 
-By default a worker answers Ctrl-C with a traceback, and goes on with the work that waits for it.
+By default a worker answers Ctrl-C with a traceback, goes on with the work that waits for it, and stays when its parent is
+killed.
 """
 
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -42,5 +45,14 @@ def _begin(begin: Callable[..., object] | None, words: tuple[Any, ...]) -> None:
     """Prepare a worker."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell ignores it for jobs in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     if begin is not None:
         begin(*words)
+
+
+def _leave_with_parent() -> None:
+    """End this process when its parent has ended, whatever ended it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -72,6 +72,8 @@ def test_a_condition_on_the_figures_alone(text: str, said: str) -> None:
         ("step > baseline", (1020.0,) * 4, True),
         ("step > baseline", (920.0, 980.0, 1060.0, 1120.0), False),  # less than the spread of its own steps
         ("step < baseline - 3%", (960.0,) * 4, True),
+        ("step > baseline - 3%", (1000.0,) * 4, True),  # the step had to become shorter
+        ("step > baseline - 3%", (960.0,) * 4, False),
     ],
 )
 def test_a_condition_against_a_baseline(text: str, makespans_us: tuple[float, ...], fails: bool) -> None:

@@ -149,15 +149,23 @@ def test_nccls_files_are_read_in_nccls_order(tmp_path: Path, monkeypatch: pytest
     (tmp_path / ".nccl.conf").write_text(
         "# a comment\nNCCL_PROTO=Simple\nNCCL_SOCKET_IFNAME==eth0\nPATH=/evil\nno assignment\n"
     )
-    assert read_nccl_files({"HOME": str(tmp_path)}) == {
+    settings = {
         "NCCL_PROTO": ("Simple", str(tmp_path / ".nccl.conf")),
         "NCCL_SOCKET_IFNAME": ("=eth0", str(tmp_path / ".nccl.conf")),
         "NCCL_NTHREADS": ("128", str(system)),
     }
+    assert read_nccl_files({"HOME": str(tmp_path)}) == (settings, ())
     chosen.write_text("NCCL_PROTO=LL128\n")
     found = look(HOME=str(tmp_path), NCCL_CONF_FILE=str(chosen), NCCL_NTHREADS="256")
     assert found.found("NCCL_PROTO") == f"LL128 (in {chosen})"
     assert found.found("NCCL_NTHREADS") == "256", "the environment goes before files"
+
+
+def test_a_chosen_file_of_nccl_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "SYSTEM_NCCL_FILE", tmp_path / "none.conf")
+    for path, why in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert read_nccl_files({"NCCL_CONF_FILE": str(path)}) == ({}, (f"settings of NCCL in {path}: {why}",))
+    assert read_nccl_files({"HOME": str(tmp_path)}) == ({}, ())
 
 
 def test_preloaded_libraries_are_searched_for_the_drivers_launches(tmp_path: Path) -> None:

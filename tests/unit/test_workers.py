@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +49,34 @@ def test_no_thread_of_a_pool_is_left_when_its_work_is_done_or_failed() -> None:
     with pytest.raises(TypeError), worker_processes(2, DeviceError, "stop") as pool:
         list(pool.map(abs, [None, *range(100)]))
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_workers_end_when_their_parent_is_killed(number: int) -> None:
+    code = (
+        "import os, time\n"
+        "from counterpoint.errors import DeviceError\n"
+        "from counterpoint.workers import worker_processes\n"
+        "with worker_processes(3, DeviceError, 'stop') as pool:\n"
+        "    waits = [pool.submit(time.sleep, 60) for _ in range(3)]\n"
+        "    print(*pool._processes, flush=True)\n"
+        "    waits[0].result()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 3
+    parent.send_signal(number)
+    parent.communicate(timeout=60)
+    limit = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/stat").exists() and not is_zombie(pid) for pid in workers):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended, and nobody has asked for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

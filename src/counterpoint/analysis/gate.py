@@ -139,7 +139,8 @@ def _violation(analysis: Analysis, condition: Condition, baseline: Analysis | No
         is_factor = condition.unit == "share" and condition.metric not in SHARES_ONLY
         limit = before * (1 + condition.limit) if is_factor else before + condition.limit
         compared_with = f", in the baseline {_shown(condition, before)}"
-        if abs(found - before) <= max(spread, before_spread):
+        wants_change = limit != before and COMPARED[condition.sign](before, limit)  # the baseline itself would fail
+        if abs(found - before) <= max(spread, before_spread) and not wants_change:
             return ""
     if not COMPARED[condition.sign](found, limit):
         return ""

@@ -56,7 +56,7 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
     relevant = _relevant(read.environment)
     answer, driver_unknown = ask_driver(inner)
     versions, versions_unknown = _versions(read.program_path, inner)
-    nccl_file_settings = read_nccl_files(inner)
+    nccl_file_settings, files_unknown = read_nccl_files(inner)
     origins = {name: file for name, (_, file) in nccl_file_settings.items() if name not in relevant}
     return JobContext(
         vendor="amd" if versions.get("torch_hip") and not answer.gpus else answer.vendor,
@@ -73,7 +73,14 @@ def gather(command: Sequence[str] = (), environment: Mapping[str, str] | None = 
         preloaded=read_preloaded(inner),
         **_filter_facts(read),
         job=read.job if command else None,
-        unknown=(*driver_unknown, *absent, *versions_unknown, *_missing_versions(versions, answer), *read.unknown),
+        unknown=(
+            *driver_unknown,
+            *absent,
+            *files_unknown,
+            *versions_unknown,
+            *_missing_versions(versions, answer),
+            *read.unknown,
+        ),
     )
 
 
@@ -245,25 +252,29 @@ def _missing_versions(versions: Mapping[str, str], answer: Answer) -> list[str]:
     return [*cpu_build, *([f"versions: no {' and no '.join(absent)} is installed in the job's Python"] if absent else [])]
 
 
-def read_nccl_files(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return NCCL's settings from its files, each with the file. NCCL takes the first: the user's file, then the
-    system's.
+def read_nccl_files(environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], tuple[str, ...]]:
+    """Return NCCL's settings from its files, each with the file, and the files that cannot be read. NCCL takes the first
+    setting: the user's file, then the system's.
     """
     chosen = environment.get("NCCL_CONF_FILE")
     home = environment.get("HOME")
     user_file = Path(chosen) if chosen else Path(home) / ".nccl.conf" if home else None
     settings: dict[str, tuple[str, str]] = {}
+    unread: list[str] = []
     for path in (user_file, SYSTEM_NCCL_FILE):
-        for name, value in _assignments(path) if path is not None else ():
+        try:
+            assigned = [] if path is None else _assignments(path)
+        except OSError as problem:
+            if (chosen and path is user_file) or not isinstance(problem, FileNotFoundError):
+                unread.append(f"settings of NCCL in {shown(str(path))}: {problem.strerror}")
+            continue
+        for name, value in assigned:
             settings.setdefault(name, (value, str(path)))
-    return settings
+    return settings, tuple(unread)
 
 
 def _assignments(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
+    lines = path.read_text(errors="replace").splitlines()
     pairs = [line.split("=", maxsplit=1) for line in lines if "=" in line and not line.startswith("#")]
     return [(name.strip(), value.strip()) for name, value in pairs if name.strip().startswith(("NCCL_", "RCCL_"))]
 
