@@ -52,8 +52,35 @@ def test_what_is_printed_is_in_the_launchers_own_language_and_holds_the_job(
 
 
 @pytest.mark.parametrize(
+    ("command", "per_node", "total"),
+    [
+        (("torchrun", "--nnodes", "3", "--nproc-per-node", "4", "train.py"), "4", "12"),
+        (("python", "train.py"), "RANKS_PER_NODE", "RANKS"),
+        ((), "8", "32"),
+    ],
+)
+def test_launchers_start_as_many_ranks_as_the_command_states(command: tuple[str, ...], per_node: str, total: str) -> None:
+    assert f"#SBATCH --ntasks-per-node={per_node}\n" in counterpoint("env", "--for", "slurm", "--", *command).stdout
+    said = counterpoint("env", "--for", "mpi", "--", *command).stdout
+    assert f"mpirun -np {total} " in said
+    assert f"mpiexec -n {total} " in said
+
+
+def test_a_plan_that_is_tuned_in_a_container_is_saved_outside_of_it() -> None:
+    said = counterpoint("env", "--for", "container").stdout
+    assert '-v "$PWD":/counterpoint' in said
+    assert said.count("--tune -o /counterpoint/plan.toml") == 2
+    pod = counterpoint("env", "--for", "kubernetes").stdout
+    assert '- "/counterpoint/plan.toml"' in pod
+    assert "mountPath: /counterpoint}" in pod
+    assert "persistentVolumeClaim: {claimName: CLAIM}" in pod
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--proof", "x", "--for", "slurm"), "--for has no effect on that. Leave it out."),
+        (("--proof", "x", "--", "python", "train.py"), "COMMAND has no effect"),
         ((), "Which launcher starts the job? Give --for with one of slurm, kubernetes, ray, mpi, container"),
         (("--for", "pbs"), "'pbs' is no launcher that is known here"),
         (("--for", "ray", "--folder", "x"), "ray needs none"),

@@ -46,6 +46,10 @@ def env(
     The commands, variables, mounts or patch that are printed start COMMAND under `counterpoint run`.
     """
     if proof is not None:
+        others = {"--for": launcher, "--plan": plan, "--step": step, "--folder": folder, "COMMAND": command or None}
+        given = next((name for name, value in others.items() if value is not None), None)
+        if given is not None:
+            raise CounterpointError(f"--proof prints what took effect, and {given} has no effect on that. Leave it out.")
         _prove(proof)
         return
     chosen = _launcher(launcher)

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from counterpoint.doctor.command import OTHER_HOSTS
+from counterpoint.doctor.command import OTHER_HOSTS, read_command
 from counterpoint.errors import LaunchFilterError, package_version
 from counterpoint.traces.formats import SUFFIXES
 
@@ -33,6 +33,7 @@ CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
 MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
 MOUNT = "/counterpoint"  # the folder of the plan in a container
+SAVED_IN_CLAIM = "persistentVolumeClaim: {claimName: CLAIM}"
 
 
 class LaunchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +63,15 @@ class LaunchRequest(msgspec.Struct, frozen=True, kw_only=True):
         given = [(name, str(value)) for name, value in (("--plan", self.plan), ("--step", self.step)) if value is not None]
         options = [word for name, value in given for word in (name, places.get(value, value))]
         if not options:
-            options = ["--tune", "-o", "plan.toml"]  # the position of the job
+            options = ["--tune", "-o", f"{MOUNT}/plan.toml" if is_mounted else "plan.toml"]  # the position of the job
         return (python or self.python, "-m", "counterpoint", "run", *options, "--", *self.command)
+
+    def ranks(self) -> tuple[str, str]:
+        """Return how many ranks the command states for each node and in all, or placeholders for what it does not state."""
+        job = read_command(self.command, {}).job
+        per_node = job.num_processes_per_node
+        total = per_node * job.num_nodes if per_node and job.num_nodes else None
+        return str(per_node or "RANKS_PER_NODE"), str(total or "RANKS")
 
 
 def describe_launch(launcher: Launcher, request: LaunchRequest) -> str:
@@ -120,6 +128,7 @@ def _image() -> str:
 def _slurm(request: LaunchRequest) -> str:
     prefix = shlex.join(request.supervised()[: -len(request.command)])
     job = SLURM_TORCHRUN if request.command == JOB else shlex.join(request.command)
+    per_node, _ = request.ranks()
     return f"""\
 # In the batch script. One task per node; srun passes the environment on (sbatch(1), --export). Every node must see
 # {request.python} and the plan{" with its trace" if request.step else ""}; the filter is copied to each node by itself.
@@ -128,7 +137,7 @@ srun --export=ALL {prefix} \\
   {job}
 
 # Without torchrun, one task per rank. Ranks are then read from SLURM_PROCID:
-#SBATCH --ntasks-per-node=8
+#SBATCH --ntasks-per-node={per_node}
 srun --export=ALL {prefix} {_python_job(request.command)}
 
 # In a container (pyxis). The image needs Counterpoint's wheel, which `make wheel` builds: {_in_image()}
@@ -138,16 +147,17 @@ srun --export=ALL --container-image=IMAGE --container-mounts="$PWD:$PWD" --conta
 
 def _mpi(request: LaunchRequest) -> str:
     inside = f"{shlex.join(request.supervised()[: -len(request.command)])} {_python_job(request.command)}"
+    _, total = request.ranks()
     return f"""\
 # One `counterpoint run` for each rank, behind mpirun's own words. Ranks are read from what the launcher sets
 # (OMPI_COMM_WORLD_RANK, PMIX_RANK, PMI_RANK). For torch the job still sets MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE.
 
 # Open MPI (mpirun(1): -x passes a variable on; LD_PRELOAD needs none, each `counterpoint run` sets it on its host):
-mpirun -np 32 --hostfile HOSTS -x PATH -x PYTHONPATH -x COUNTERPOINT_CACHE_DIR \\
+mpirun -np {total} --hostfile HOSTS -x PATH -x PYTHONPATH -x COUNTERPOINT_CACHE_DIR \\
   {inside}
 
 # MPICH, Intel MPI (mpiexec.hydra: -genvlist):
-mpiexec -n 32 -f HOSTS -genvlist PATH,PYTHONPATH,COUNTERPOINT_CACHE_DIR \\
+mpiexec -n {total} -f HOSTS -genvlist PATH,PYTHONPATH,COUNTERPOINT_CACHE_DIR \\
   {inside}"""
 
 
@@ -171,18 +181,21 @@ def _kubernetes(request: LaunchRequest) -> str:
     command = request.supervised(python="python", is_mounted=True)
     listed = "\n".join(f"            - {_yaml(word)}" for word in command)
     files = request.mounted()
+    access, source = (", readOnly: true", "configMap: {name: counterpoint-plan}") if files else ("", SAVED_IN_CLAIM)
     volume = f"""
           volumeMounts:
-            - {{name: counterpoint-plan, mountPath: {MOUNT}, readOnly: true}}
+            - {{name: counterpoint-plan, mountPath: {MOUNT}{access}}}
       volumes:
         - name: counterpoint-plan
-          configMap: {{name: counterpoint-plan}}"""
+          {source}"""
     sources = "".join(f" --from-file={os.path.basename(there)}={shlex.quote(here)}" for here, there in files.items())
     create = f"# kubectl create configmap counterpoint-plan{sources}\n"
+    if not files:
+        create = "# The plan is saved in the volume of CLAIM, to which the pods must be allowed to write.\n"
     if len(files) > 1:
         create += f"# A ConfigMap holds 1 MiB. With a larger trace, mount another volume at {MOUNT}.\n"
     return f"""\
-{_image()}{create if files else ""}\
+{_image()}{create}\
 # Then a patch of the pod template, for a Job, a JobSet's or a PyTorchJob's replicas alike (name: the container's own name).
 # No library is mounted and no variable is set: `counterpoint run` does both in the container.
 spec:
@@ -191,12 +204,12 @@ spec:
       containers:
         - name: pytorch
           command:
-{listed}{volume if files else ""}"""
+{listed}{volume}"""
 
 
 def _container(request: LaunchRequest) -> str:
     inside = shlex.join(request.supervised(python="python", is_mounted=True))
-    mounts = [f"{shlex.quote(here)}:{there}:ro" for here, there in request.mounted().items()]
+    mounts = [f"{shlex.quote(here)}:{there}:ro" for here, there in request.mounted().items()] or [f'"$PWD":{MOUNT}']
     mount = "".join(f" \\\n  -v {each}" for each in mounts)
     bind = "".join(f" --bind {each}" for each in mounts)
     return f"""\
