@@ -87,7 +87,7 @@ def describe_mismatch(
         belongs = _in_words(types)
         return f"{where} lacks '{told[1]}'{f', {belongs}' if belongs else ''}", "Add it."
     if told := re.fullmatch(r"Object contains unknown field `(.*)`", what):
-        return f"{where} has no field '{told[1]}'", _instead(told[1], types)
+        return f"{where} has an unknown field '{told[1]}'", _instead(told[1], types)
     if told := re.fullmatch(r"Invalid (?:enum )?value (.*)", what):
         return f"{where} must be {_in_words(types) or 'another value'}; found {found or told[1]}", "Correct it."
     if what.endswith("out of range"):
@@ -102,10 +102,11 @@ def _other_kind(kind: object, document: object) -> tuple[str, str] | None:
         return None
     known = {field.encode_name for field in wanted.fields}
     needed, found = kind_of(known), kind_of(document.keys() - known)
-    if needed is None or found is None:
+    if found is None:
         return None
     name = f"{found.name} file"
-    return f"the file looks like a {name}, and a {needed.name} file is needed", f"A {name} is for {found.taker}."
+    wanted_kind = f", and a {needed.name} file is needed" if needed is not None else ""
+    return f"the file looks like a {name}{wanted_kind}", f"A {name} is for {found.taker}."
 
 
 def kind_of(fields: Collection[str]) -> FileKind | None:

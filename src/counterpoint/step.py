@@ -338,16 +338,17 @@ def contents_of(step: Step) -> tuple[str, ...]:
 
 def _check_operation(index: int, operation: Operation) -> None:
     where = f"Operation {index} ('{shown(operation.name)}')"
+    earlier = f"an earlier one, 0 to {index - 1}" if index else "an earlier one, and the first operation has none"
     for dependency in operation.waits_for:
         require(
             0 <= dependency.operation < index,
             StepError,
-            f"{where} waits for operation {dependency.operation}; it can wait only for an earlier one, 0 to {index - 1}.",
+            f"{where} waits for operation {dependency.operation}; it can wait only for {earlier}.",
         )
     require(
         operation.issued_after is None or 0 <= operation.issued_after < index,
         StepError,
-        f"{where} was issued after operation {operation.issued_after}; only an earlier one is possible, 0 to {index - 1}.",
+        f"{where} was issued after operation {operation.issued_after}; it can follow only {earlier}.",
     )
     for name in ("lone_us", "cta_us", "flops", "hbm_bytes", "l2_bytes", "num_bytes", "peer_wait_us"):
         number = getattr(operation, name, None)

@@ -115,6 +115,13 @@ def test_figures_that_cannot_be_trusted_pass_no_gate(is_baseline: bool) -> None:
     assert violations(found, [], saved) == ()
 
 
+def test_traces_of_which_some_are_left_out_pass_no_gate() -> None:
+    partial = replace(ANALYSIS, left_out=("a.json and b.json are both of rank 0, so the second is left out.",))
+    for found, saved in ((partial, ANALYSIS), (ANALYSIS, partial)):
+        with pytest.raises(AnalysisError, match=r"^--fail-if needs traces of one job, each rank once\. a\.json and b\.json"):
+            violations(found, [parse_condition("step > baseline + 3%")], saved)
+
+
 def test_a_condition_on_a_baseline_needs_one() -> None:
     with pytest.raises(AnalysisError, match="Add --baseline FILE"):
         violations(ANALYSIS, [parse_condition("step > baseline + 3%")])

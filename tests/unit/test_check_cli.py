@@ -53,14 +53,14 @@ def test_a_setting_that_defeats_overlap_ends_with_1(node: Path) -> None:
     assert "defeats overlap CUDA_DEVICE_MAX_CONNECTIONS: 1 (in the command), with --use-torch-fsdp2" in text
     for label in ("why", "do", "source"):
         assert f"\n  {label} " in done.stdout
-    assert "1 setting defeats overlap; 0 may; 0 notes." in done.stdout
+    assert "1 setting defeats overlap, 0 may defeat it; 0 notes." in done.stdout
 
 
 def test_a_setting_that_only_may_defeat_overlap_ends_with_0(node: Path) -> None:
     done = counterpoint("check", "--context", node, "--", "NCCL_MAX_CTAS=4", "python", "train.py")
     assert done.returncode == 0
     assert "may defeat overlap  NCCL_MAX_CTAS" in done.stdout
-    assert "Nothing defeats overlap; 1 may; 0 notes." in done.stdout
+    assert "No setting defeats overlap, 1 may defeat it; 0 notes." in done.stdout
 
 
 def test_the_shells_variables_count_and_the_command_is_not_run(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_trace_whose_machine_nobody_knows(device: list[Any], says: str, tmp_pa
         (
             "own.toml",
             H200.replace("num_sms = 132", "colour = 1\nnum_sms = 132", 1).encode(),
-            ["own.toml: gpu has no field 'colour'. Remove it."],
+            ["own.toml: gpu has an unknown field 'colour'. Remove it."],
         ),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_missing_figure_names_file_and_field_in_one_line(tmp_path: Path) -> No
         ('vendor = "nvidia"', 'vendor = "amd"', r'gpu\.compute_capability of an amd GPU must be as in "gfx942"'),
         ('vendor = "nvidia"', 'vendor = "intel"', r"gpu\.vendor must be one of 'amd', 'nvidia'; found 'intel'"),
         ("num_sms = 132", 'num_sms = "many"', r"gpu\.num_sms must be a whole number; found 'many'"),
-        ("num_sms = 132", "num_sms = 132\nnum_tpcs = 66", r"gpu has no field 'num_tpcs'\. Did you mean 'num_\w+'\?"),
+        ("num_sms = 132", "num_sms = 132\nnum_tpcs = 66", r"gpu has an unknown field 'num_tpcs'\. Did you mean 'num_\w+'\?"),
     ],
 )
 def test_an_absurd_figure_is_refused_in_one_line_that_names_file_field_limit_and_value(

@@ -88,9 +88,9 @@ CONTROL, NAMED = ("directives", 0, "controls", 0), "directives[0].controls[0]"
             Plan,
             (*CONTROL, "prioritty"),
             1,
-            f"{NAMED} has no field 'prioritty'. Did you mean 'priority'? Correct or remove it.",
+            f"{NAMED} has an unknown field 'prioritty'. Did you mean 'priority'? Correct or remove it.",
         ),
-        (Plan, (*CONTROL, "x"), 1, f"{NAMED} has no field 'x'. Remove it; the known fields are priority."),
+        (Plan, (*CONTROL, "x"), 1, f"{NAMED} has an unknown field 'x'. Remove it; the known fields are priority."),
         (
             Plan,
             ("verdict",),
@@ -115,7 +115,7 @@ CONTROL, NAMED = ("directives", 0, "controls", 0), "directives[0].controls[0]"
             f"directives[0].match.operations[1] must be a whole number; found '{'z' * 37}...'. Correct it.",
         ),
         (Machine, ("gpu",), ..., "the file has no [gpu] table. Add it."),
-        (Machine, ("gpu", "colour"), 1, "gpu has no field 'colour'. Remove it."),
+        (Machine, ("gpu", "colour"), 1, "gpu has an unknown field 'colour'. Remove it."),
         (Machine, ("gpu", "sms_per_gpc", 0), "a", "gpu.sms_per_gpc[0] must be a whole number; found 'a'. Correct it."),
         (
             Description,

@@ -52,6 +52,7 @@ def combine(ranks: Sequence[RankAnalysis]) -> Analysis:
         missing_ranks=missing,
         notes=describe_drifts(clocks),
         untrusted=find_stranger(kept, shared),
+        left_out=strangers,
         problems=(*strangers, *mismatches, *clock_problems, *describe_missing(kept, missing), *wrong_sums),
     )
     unknown = wrong_sums[0] if wrong_sums else ""

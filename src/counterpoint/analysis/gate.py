@@ -109,6 +109,9 @@ def violations(analysis: Analysis, conditions: Sequence[Condition], baseline: An
     mixed = next((each for each in compared if each.untrusted), None)
     if mixed is not None:
         raise AnalysisError(f"--fail-if cannot judge these traces: {mixed.untrusted}")
+    partial = next((each for each in compared if each.left_out), None)
+    if partial is not None:
+        raise AnalysisError(f"--fail-if needs traces of one job, each rank once. {partial.left_out[0]}")
     return tuple(filter(None, (_violation(analysis, each, baseline) for each in conditions)))
 
 

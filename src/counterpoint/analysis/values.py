@@ -350,6 +350,7 @@ class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA)
     """The analysis of traces of one job, of one rank or many. The means of `steps` are over steady steps and ranks.
 
     `untrusted` says why the traces are not of one job, so that means over them mean nothing; it is empty if nothing says so.
+    `left_out` says why traces are not part of it.
     """
 
     ranks: tuple[RankAnalysis, ...]
@@ -374,6 +375,7 @@ class Analysis(Value, frozen=True, kw_only=True, tag_field="schema", tag=SCHEMA)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     untrusted: str = ""
+    left_out: tuple[str, ...] = ()
 
     def _in_short(self) -> str:
         return f"of {format_count(len(self.ranks), 'rank')}: {shortened(self.headline.verdict, 300)}"

@@ -98,9 +98,9 @@ def _verdict(findings: Sequence[Finding]) -> str:
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in STYLES}
     defeats, may, notes = counts["defeats overlap"], counts["may defeat overlap"], counts["note"]
     settings = (
-        format_count(defeats, "setting defeats overlap", "settings defeat overlap") if defeats else "Nothing defeats overlap"
+        format_count(defeats, "setting defeats overlap", "settings defeat overlap") if defeats else "No setting defeats overlap"
     )
-    return f"{settings}; {may} may; {format_count(notes, 'note')}."
+    return f"{settings}, {may} may defeat it; {format_count(notes, 'note')}."
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
