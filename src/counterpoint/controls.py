@@ -12,7 +12,7 @@ from counterpoint.errors import PlanError
 from counterpoint.schedule.description import ScheduleDescription
 from counterpoint.step import CollectiveKind, TransportKind
 from counterpoint.units import MIB, format_count
-from counterpoint.value import Value, require
+from counterpoint.value import Value, check_types, require
 
 __all__ = [
     "Carveout",
@@ -99,6 +99,7 @@ class ResidencyCap(AbstractControl, frozen=True, kw_only=True, tag="residency_ca
     carveout_percent: int = 100
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(self.ctas_per_sm >= 1, PlanError, f"A residency cap must allow at least 1 CTA; found {self.ctas_per_sm}.")
         require(
             self.dynamic_shared_bytes >= 0 and -1 <= self.carveout_percent <= 100,
@@ -124,6 +125,7 @@ class Carveout(AbstractControl, frozen=True, kw_only=True, tag="carveout"):
     percent: int
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(0 <= self.percent <= 100, PlanError, f"A carveout must be from 0 to 100 percent; found {self.percent}.")
 
     def describe(self) -> str:
@@ -137,6 +139,7 @@ class Priority(AbstractControl, frozen=True, kw_only=True, tag="priority"):
     priority: int
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(
             self.priority <= 0,
             PlanError,
@@ -167,6 +170,7 @@ class CommunicationCtas(AbstractControl, frozen=True, kw_only=True, tag="communi
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(1 <= self.max_ctas <= 64, PlanError, f"max_ctas must be from 1 to 64; found {self.max_ctas}.")
         require(
             self.num_threads is None or (64 <= self.num_threads <= 512 and self.num_threads % 32 == 0),
@@ -229,6 +233,7 @@ class LightKernel(AbstractControl, frozen=True, kw_only=True, tag="light_kernel"
     num_ctas: int
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(
             1 <= self.num_ctas <= MOST_LIGHT_CTAS,
             PlanError,
@@ -297,6 +302,7 @@ class HeadStart(AbstractControl, frozen=True, kw_only=True, tag="head_start"):
     hold_us: float
 
     def __post_init__(self) -> None:
+        check_types(self, PlanError)
         require(
             0 < self.hold_us <= 1000, PlanError, f"A head start must be above 0 and at most 1000 us; found {self.hold_us}."
         )

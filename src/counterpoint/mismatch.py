@@ -9,7 +9,7 @@ files, and reads no file. It passes on messages in an unknown form unchanged.
 import re
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, NamedTuple
 
 import msgspec
@@ -66,6 +66,19 @@ _KINDS: tuple[tuple[type[inspect.Type], str], ...] = (
 )
 
 
+_CLASSES: tuple[tuple[type[inspect.Type], tuple[type, ...]], ...] = (
+    (inspect.BoolType, (bool,)),
+    (inspect.IntType, (int,)),
+    (inspect.FloatType, (int, float)),
+    (inspect.StrType, (str,)),
+    (inspect.VarTupleType, (tuple,)),
+    (inspect.TupleType, (tuple,)),
+    (inspect.ListType, (list,)),
+    (inspect.DictType, (dict,)),
+    (inspect.NoneType, (type(None),)),
+)
+
+
 def describe_mismatch(
     problem: msgspec.ValidationError, kind: object, document: object = None, whole: str = ""
 ) -> tuple[str, str]:
@@ -93,6 +106,48 @@ def describe_mismatch(
     if what.endswith("out of range"):
         return f"{where} must be {_in_words(types) or 'a number'}; found {found or 'one'} out of range", "Correct it."
     return f"{where}: {what}", "Correct it."
+
+
+def misfit(value: object) -> str:
+    """Return which field of a value built in Python is of another type than its class states, in words; nothing if none is.
+
+    Fields of values within it are not looked at. msgspec checks types only when it decodes.
+    """
+    if not isinstance(value, msgspec.Struct):
+        return (
+            f"a value such as Priority(priority=-5) or Dependency(operation=0) belongs here; found {_shortened(repr(value))}"
+        )
+    for name, kinds, choices, words in _fields_of(type(value)):
+        found = getattr(value, name)
+        if not isinstance(found, kinds) or (choices and found not in choices):
+            return f"{name} must be {words}; found {_shortened(repr(found))}"
+    return ""
+
+
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[type, ...], frozenset[object], str], ...]:
+    """Return each field's name, the types of what it may hold, the values to which it may be limited, and these in words."""
+    known = inspect.type_info(kind)
+    assert isinstance(known, inspect.StructType)
+    found = []
+    for field in known.fields:
+        members = field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,)
+        kinds = tuple(each for member in members for each in _classes(member))
+        literals = {value for member in members if isinstance(member, inspect.LiteralType) for value in member.values}
+        is_optional = any(isinstance(member, inspect.NoneType) for member in members)
+        choices = frozenset(literals | ({None} if is_optional else set())) if literals else frozenset[object]()
+        words = _in_words(members) if choices else " or ".join(dict.fromkeys(each.__name__ for each in kinds))
+        found.append((field.name, kinds, choices, words.replace("NoneType", "None")))
+    return tuple(found)
+
+
+def _classes(kind: inspect.Type) -> tuple[type, ...]:
+    """Return the Python types of the values that a type allows."""
+    if isinstance(kind, inspect.StructType):
+        return (kind.cls,)
+    if isinstance(kind, inspect.LiteralType):
+        return tuple({type(value) for value in kind.values})
+    return next((classes for family, classes in _CLASSES if isinstance(kind, family)), (object,))
 
 
 def _other_kind(kind: object, document: object) -> tuple[str, str] | None:
@@ -156,9 +211,13 @@ def _shown(document: object, steps: Steps) -> str:
         return f"a list of {len(document)}" if isinstance(document, list) else _WORDS["object"]
     if isinstance(document, bool) or document is None:
         return {True: "true", False: "false", None: "nothing"}[document]
-    text = " ".join(str(document).split())
-    shown = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
+    shown = _shortened(str(document))
     return f"'{shown}'" if isinstance(document, str) else shown
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def _types_at(kind: inspect.Type, steps: Steps, document: object) -> list[inspect.Type]:

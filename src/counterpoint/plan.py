@@ -21,7 +21,7 @@ from counterpoint.kernel_names import readable
 from counterpoint.mismatch import nearest
 from counterpoint.step import CollectiveKind, Operation, OperationKind, Step
 from counterpoint.units import format_count, format_exact_bytes, format_numbered, format_numbers
-from counterpoint.value import Value, read_toml, require, save_toml, toml_output
+from counterpoint.value import Value, check_types, read_toml, require, save_toml, toml_output
 
 Verdict = Literal["GAIN", "NO_GAIN", "NO_VERDICT", "UNKNOWN"]
 WILDCARDS = frozenset("*?[")
@@ -150,6 +150,14 @@ class Plan(Value, frozen=True, kw_only=True):
     expectation: Expectation | None = None
     directives: tuple[Directive, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self, PlanError)
+        for number, directive in enumerate(self.directives):
+            where = f"Directive {number} of the plan"
+            check_types(directive, PlanError, where)
+            for part in (directive.match, *directive.controls):
+                check_types(part, PlanError, where)
 
     def controls_of(self, step: Step) -> tuple[tuple[Control, ...], ...]:
         """Return, for each operation of `step`, the controls of every directive that matches it, in the plan's order."""

@@ -14,7 +14,7 @@ from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
 from counterpoint.machine import ElementType
 from counterpoint.units import format_bytes, format_count
-from counterpoint.value import Value, require
+from counterpoint.value import Value, check_types, require
 
 DependencyOrigin = Literal["exact", "inferred"]
 OperationKind = Literal["computation", "communication", "copy"]
@@ -46,6 +46,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     carveout_percent: int = -1
 
     def __post_init__(self) -> None:
+        check_types(self, StepError)
         require(
             1 <= self.num_ctas <= MAX_CTAS,
             StepError,
@@ -131,6 +132,7 @@ class UnevenParts(Value, frozen=True, kw_only=True):
     group_rank: int
 
     def __post_init__(self) -> None:
+        check_types(self, StepError)
         size = len(self.sent_bytes)
         require(
             len(self.received_bytes) == size and 0 <= self.group_rank < size,
@@ -270,6 +272,7 @@ class Step(Value, frozen=True, kw_only=True):
     is_timed_in_bursts: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, StepError)
         require(
             bool(self.operations), StepError, f"Step '{shown(self.name)}' holds no operation, so there is nothing to plan."
         )
@@ -337,9 +340,11 @@ def contents_of(step: Step) -> tuple[str, ...]:
 
 
 def _check_operation(index: int, operation: Operation) -> None:
+    check_types(operation, StepError, f"Operation {index}")
     where = f"Operation {index} ('{shown(operation.name)}')"
     earlier = f"an earlier one, 0 to {index - 1}" if index else "an earlier one, and the first operation has none"
     for dependency in operation.waits_for:
+        check_types(dependency, StepError, f"{where}: waits_for")
         require(
             0 <= dependency.operation < index,
             StepError,

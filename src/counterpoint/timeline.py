@@ -3,8 +3,9 @@
 A timeline may be measured or simulated; readers do not distinguish. `origin` is only for printing, not for branching.
 """
 
+import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Literal, get_args
 
 from counterpoint.display import html_list, shortened
 from counterpoint.errors import StepError, shown
@@ -12,8 +13,9 @@ from counterpoint.machine import Machine
 from counterpoint.plan import Plan
 from counterpoint.step import OperationKind, Step
 from counterpoint.units import format_count, format_us
-from counterpoint.value import Value, require
+from counterpoint.value import Value, check_types, require
 
+KINDS = get_args(OperationKind)
 NO_OPERATION = -1  # marks an interval that ran during the step and is none of its operations
 
 
@@ -33,7 +35,9 @@ class Interval(Value, frozen=True, kw_only=True):
     end_us: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start_us <= self.end_us:
+        if self.kind not in KINDS:  # not all types, because a simulation builds hundreds
+            raise StepError(f"The kind of an interval must be one of {', '.join(KINDS)}; found '{shown(str(self.kind))}'.")
+        if not 0 <= self.start_us <= self.end_us < math.inf:
             raise StepError(
                 f"An interval must start at 0 or later and end no earlier; '{shown(self.name)}' runs from {self.start_us} "
                 f"to {self.end_us} us."
@@ -52,6 +56,7 @@ class Timeline(Value, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...]
 
     def __post_init__(self) -> None:
+        check_types(self, StepError)
         require(bool(self.intervals), StepError, f"The timeline of '{shown(self.step_name)}' is empty.")
 
     def ranks(self) -> list[int]:

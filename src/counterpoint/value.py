@@ -16,7 +16,7 @@ import msgspec
 from counterpoint.display import MOST_LETTERS, fields_in_short
 from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.files import GZIP_MAGIC, MAX_TEXT_BYTES, read_limited
-from counterpoint.mismatch import describe_mismatch, kind_of, place_of
+from counterpoint.mismatch import describe_mismatch, kind_of, misfit, place_of
 from counterpoint.units import format_choice
 
 PACKAGE = Path(__file__).parent  # found so, since importlib.resources would take a fifth of `import counterpoint`
@@ -47,6 +47,12 @@ def all_fields(value: object) -> object:
     if isinstance(value, dict):
         return tuple((key, all_fields(each)) for key, each in sorted(value.items()))
     return tuple(map(all_fields, value)) if isinstance(value, tuple) else value
+
+
+def check_types(value: Value, error: type[CounterpointError], where: str = "") -> None:
+    """Raise `error` if a field of a value built in Python is of another type than its class states."""
+    if said := misfit(value):
+        raise error(f"{where or type(value).__name__}: {said}.")
 
 
 def require(condition: bool, error: type[CounterpointError], message: str) -> None:

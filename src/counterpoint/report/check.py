@@ -97,10 +97,8 @@ def _verdict(findings: Sequence[Finding]) -> str:
         return "No setting was found that is known to defeat overlap."
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in STYLES}
     defeats, may, notes = counts["defeats overlap"], counts["may defeat overlap"], counts["note"]
-    settings = (
-        format_count(defeats, "setting defeats overlap", "settings defeat overlap") if defeats else "No setting defeats overlap"
-    )
-    return f"{settings}, {may} may defeat it; {format_count(notes, 'note')}."
+    defeating = format_count(defeats, "setting defeats", "settings defeat") if defeats else "No setting defeats"
+    return f"{defeating} overlap, {may} may defeat it; {format_count(notes, 'note')}."
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
