@@ -1,4 +1,4 @@
-"""Reads every file that a user names: traces, plans, machines, workloads. It never reads more than its limit.
+"""Reads every file that a user names: traces, plans, machines, workloads; never more than its limit. Names the cache.
 
 Regular files and pipes are read. Devices are refused, because many never end, and a pipe may be silent only for a
 limited time. Gzip is recognized by its first bytes, not by the file name, and unpacked piece by piece. The reader stops
@@ -25,6 +25,26 @@ LEAST_SUSPECT_BYTES = 64 * MIB  # below this size, a high ratio does no harm
 PIECE_BYTES = MIB
 SILENCE_S = 10.0
 REMEDY = "copy or record it again"  # for a damaged file
+
+
+def cache_folder() -> Path:
+    """Return the absolute path of the cache: $COUNTERPOINT_CACHE_DIR, else `counterpoint` in the user's cache folder.
+
+    Raises `CounterpointError` if neither a setting nor a home folder exists.
+    """
+    chosen = os.environ.get("COUNTERPOINT_CACHE_DIR")
+    if chosen:
+        return Path(os.path.abspath(chosen))  # a child of the job may have another working folder
+    users = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(users):  # the XDG specification treats an empty or relative path as not set
+        return Path(users) / "counterpoint"
+    try:
+        return Path.home() / ".cache" / "counterpoint"
+    except RuntimeError as problem:
+        raise CounterpointError(
+            "This user has no home folder (HOME is not set and there is no entry in the password file); "
+            "set COUNTERPOINT_CACHE_DIR to a folder of this user's."
+        ) from problem
 
 
 def read_limited(path: Path | str, error: type[CounterpointError], remedy: str) -> bytearray:

@@ -117,11 +117,15 @@ class Directive(Value, frozen=True, kw_only=True):
 
 
 class Refusal(Value, frozen=True, kw_only=True):
-    """A control that was considered for `target` and left out, and why."""
+    """A control that was considered for `target` and left out, and why. With `num_targets` above 1 `target` is the first."""
 
     control: str
     target: str
     reason: str
+    num_targets: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.num_targets >= 1, PlanError, f"num_targets must be 1 or more; found {self.num_targets}. Correct it.")
 
 
 class Expectation(Value, frozen=True, kw_only=True):

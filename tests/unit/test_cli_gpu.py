@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from counterpoint.cli.tune import _load_function
-from counterpoint.cuda.plan_cache import Conditions, cache_folder, find_plan, keep_plan, plan_path
+from counterpoint.cuda.plan_cache import Conditions, find_plan, keep_plan, plan_path
 from counterpoint.errors import PlanError, StepError
+from counterpoint.files import cache_folder
 from counterpoint.machine import load_machine, machine_names
 from counterpoint.paper.values import PLAIN, SEQUENTIAL, PaperResult
 from counterpoint.plan import Plan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from counterpoint.cuda.guarded_replays import LEAST_EVERY, TURN_REPLAYS, GuardedReplays
-from counterpoint.errors import EngagementError
+from counterpoint.errors import ArgumentError
 from counterpoint.measurement.guard import LOOK_ROUNDS
 
 
@@ -83,5 +83,5 @@ def test_without_a_guard_every_replay_is_the_plans() -> None:
 
 @pytest.mark.parametrize("every", [-1, 1, LEAST_EVERY - 1])
 def test_a_guard_that_would_look_more_than_half_of_the_time_is_refused(every: int) -> None:
-    with pytest.raises(EngagementError, match=rf"0 or at least {LEAST_EVERY} replays; found {every}"):
+    with pytest.raises(ArgumentError, match=rf"0 or at least {LEAST_EVERY} replays; found {every}"):
         GuardedReplays(every, 1)

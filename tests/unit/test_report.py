@@ -232,14 +232,14 @@ def test_refusals_for_one_reason_are_one_line(num_targets: int, on_kernels: str,
 
 
 def test_reasons_that_differ_in_figures_are_one_line_with_what_they_have_in_common() -> None:
-    def refusal(target: str, reason: str) -> Refusal:
-        return Refusal(control="residency_cap", target=target, reason=reason)
+    def refusal(target: str, reason: str, num_targets: int = 1) -> Refusal:
+        return Refusal(control="residency_cap", target=target, reason=reason, num_targets=num_targets)
 
     none = "No cap: one CTA (544 x 96) does not fit beside that of the kernel ({} x 40). {} Use copies."
     shown = printed_plan(
         Plan(
             refusals=(
-                refusal("k0 and 9 more", none.format(128, "It holds 1,280 of 65,536 registers.")),
+                refusal("k0", none.format(128, "It holds 1,280 of 65,536 registers."), num_targets=10),
                 refusal("k1", "Fits beside 1 of 16 CTAs, -0.5 % of sm_90."),
                 refusal("k2", none.format(1024, "It fills the register file.")),
                 refusal("k3", "Fits beside 1 of 1,024 CTAs, 12 % of sm_90."),

@@ -252,7 +252,7 @@ def test_a_summary_is_short_and_leaves_many_refusals_to_the_plan() -> None:
 def test_a_plan_lists_a_reason_once_with_the_number_of_kernels() -> None:
     alike = [Refusal(control="residency_cap", target=f"k{number}", reason="no room") for number in range(5)]
     other = Refusal(control="head_start", target="k1", reason="no room")
-    merged = Refusal(control="residency_cap", target="k0 and 4 more", reason="no room")
+    merged = Refusal(control="residency_cap", target="k0", reason="no room", num_targets=5)
     assert decided([*alike, other]).refusals == decided([*alike, other], 0.1).refusals == (merged, other)
     assert decided(alike[:3]).refusals == tuple(alike[:3]), "few are listed"
 

@@ -19,9 +19,8 @@ from counterpoint.units import format_count, format_numbered
 from counterpoint.value import Value
 
 WINDOW = 1024  # collectives of each rank in which a shift is looked for; a larger shift means profiles of different steps
-LEAST_SHARE = (
-    0.25  # of the shorter sequence, and of the longest run; fewer are matched by chance, or of profiles of different steps
-)
+# of the shorter sequence, and of the longest run; fewer are matched by chance, or of profiles of different steps
+LEAST_SHARE = 0.25
 NEAR = 5  # collectives that give the offset of the clocks beside them
 APART_BY_CHANCE = 0.05  # shifts that differ by less than this count as equally good
 MOST_CONFLICTS = 0.25  # of the matched ones: with more conflicts, they were matched by chance

@@ -39,7 +39,7 @@ NO_CONTROL_PAYS = (
     help="The trace that the plan was made from. A plan needs it if it names operations by number, or collectives by "
     "process group or size.",
 )
-@click.option("--tune", is_flag=True, help="Try controls while the job runs, a --plan first, and keep what makes its steps faster.")
+@click.option("--tune", is_flag=True, help="Try controls on live steps, a --plan first, and keep what makes them faster.")
 @output_option("With --tune: save the plan that was found (.toml).")
 @click.option(
     "--budget", type=int, metavar="STEPS", default=200, show_default=True, help="The number of steps that --tune may use."

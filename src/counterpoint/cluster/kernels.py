@@ -2,6 +2,7 @@
 
 Tiles and launches are those of libraries in common use: on compute capability 9.0 and later cuBLAS's persistent kernels (384
 threads x 168 registers, measured on an H200), before that one CTA of 256 threads for each tile (cuBLAS on A100; assumed).
+Pipeline stages, and the launches of attention before 9.0, are assumed, too.
 """
 
 from counterpoint.machine import ElementType, Gpu

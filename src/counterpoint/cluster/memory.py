@@ -10,6 +10,7 @@ from counterpoint.cluster.passes import stage_parameters
 OPTIMIZER_BYTES = 12  # of one parameter: fp32 master weight and two moments of Adam
 LAYER_BYTES_PER_ELEMENT = 34
 SCORE_BYTES = 5
+LOGIT_BYTES = 6  # 2 as computed, 4 for the copy in fp32 that the loss needs
 SHARDED_BYTES = 24  # of the 34, those that tensor parallelism divides; sequence parallelism divides the rest, too
 
 
@@ -27,7 +28,7 @@ def memory_bytes(configuration: Configuration) -> float:
     in_flight: float = min(configuration.num_micro_batches, sizes.pipeline) if sizes.pipeline > 1 else 1
     if sizes.schedule == "interleaved":
         in_flight *= 1 + (sizes.pipeline - 1) / (sizes.pipeline * sizes.num_chunks)
-    logits = training.micro_batch * model.sequence / sizes.context * model.vocabulary / sizes.tensor * 6
+    logits = training.micro_batch * model.sequence / sizes.context * model.vocabulary / sizes.tensor * LOGIT_BYTES
     return states + in_flight * layers * _layer_bytes(configuration) + logits / sizes.pipeline
 
 

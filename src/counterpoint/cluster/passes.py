@@ -109,7 +109,8 @@ def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> 
     first = builder.communicate("all_gather", num_bytes * dense, group, after=after, stream=stream)
     if not experts:
         return first
-    return builder.communicate("all_gather", num_bytes * experts, EXPERT_DATA_GROUP, after=after, stream=stream) or first
+    second = builder.communicate("all_gather", num_bytes * experts, EXPERT_DATA_GROUP, after=after, stream=stream)
+    return first if second is None else second
 
 
 def head_step(configuration: Configuration, times: CollectiveTimes, direction: Direction) -> Step:

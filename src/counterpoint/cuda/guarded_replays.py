@@ -10,7 +10,7 @@ from typing import final
 
 import msgspec
 
-from counterpoint.errors import EngagementError
+from counterpoint.errors import ArgumentError
 from counterpoint.measurement.guard import LOOK_ROUNDS, Guard
 from counterpoint.measurement.values import Order
 
@@ -31,7 +31,7 @@ class GuardedReplays:
 
     def __init__(self, every: int, seed: int) -> None:
         if every and every < LEAST_EVERY:
-            raise EngagementError(f"guard_every must be 0 or at least {LEAST_EVERY} replays; found {every}.")
+            raise ArgumentError(f"guard_every must be 0 or at least {LEAST_EVERY} replays; found {every}.")
         self._every = every
         self._guard = Guard(seed)
         self._left = every  # replays until the next check

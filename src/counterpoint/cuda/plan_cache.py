@@ -1,16 +1,15 @@
 """Keeps plans between runs: one file for each combination of step, GPU, driver, NCCL, torch and number of ranks.
 
-The folder is $COUNTERPOINT_CACHE_DIR, else `counterpoint` in the user's cache folder. The file name depends on the
-conditions, so a plan is not found after its conditions changed.
+The file name depends on the conditions, so a plan is not found after its conditions changed.
 """
 
 import hashlib
-import os
 from pathlib import Path
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, PlanError
+from counterpoint.errors import PlanError
+from counterpoint.files import cache_folder
 from counterpoint.plan import Plan, load_plan, save_plan
 from counterpoint.step import Step
 from counterpoint.value import Value
@@ -24,23 +23,6 @@ class Conditions(Value, frozen=True, kw_only=True):
     nccl_version: str
     torch_version: str
     num_ranks: int
-
-
-def cache_folder() -> Path:
-    """Return the absolute path of the cache. Raises `CounterpointError` if neither a setting nor a home folder exists."""
-    chosen = os.environ.get("COUNTERPOINT_CACHE_DIR")
-    if chosen:
-        return Path(os.path.abspath(chosen))  # a child of the job may have another working folder
-    users = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(users):  # the XDG specification treats an empty or relative path as not set
-        return Path(users) / "counterpoint"
-    try:
-        return Path.home() / ".cache" / "counterpoint"
-    except RuntimeError as problem:
-        raise CounterpointError(
-            "This user has no home folder (HOME is not set and there is no entry in the password file); "
-            "set COUNTERPOINT_CACHE_DIR to a folder of this user's."
-        ) from problem
 
 
 def plan_path(step: Step, conditions: Conditions) -> Path:

@@ -20,12 +20,12 @@ from typing import TypeVar
 import msgspec
 
 from counterpoint.cuda.device_facts import kernel_module_version
-from counterpoint.cuda.plan_cache import cache_folder
 from counterpoint.doctor import versions_query
 from counterpoint.doctor.command import LAUNCHERS, WRAPPERS, ReadCommand, read_command
 from counterpoint.doctor.driver_query import Answer
 from counterpoint.doctor.job_context import JobCommand, JobContext, PreloadedLibrary, whole_number
 from counterpoint.errors import CounterpointError, JobContextError, LaunchFilterError, shown
+from counterpoint.files import cache_folder
 from counterpoint.launch_filter.executable import check_command, find_executable
 from counterpoint.launch_filter.places import file_system_of
 

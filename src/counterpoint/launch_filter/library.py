@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from counterpoint.cuda.plan_cache import cache_folder
 from counterpoint.errors import LaunchFilterError
+from counterpoint.files import cache_folder
 from counterpoint.launch_filter.executable import check_platform
 from counterpoint.launch_filter.places import file_system_of, local_places
 from counterpoint.launch_filter.prebuilt import (

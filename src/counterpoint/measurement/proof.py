@@ -13,11 +13,9 @@ from counterpoint.measurement.evidence import Turn, chance, log_time, mean_and_e
 from counterpoint.measurement.values import LEAST_GAIN, Order
 
 LEAST_PROOF_ROUNDS = 11  # fewer rounds have too few possible orders to prove anything
-FIRST_LOOK, LOOK_GROWTH, LAST_BUT_ONE = (
-    14,
-    1.4,
-    0.85,
-)  # rounds before the first test; growth to the next; share of all rounds
+FIRST_LOOK = 14  # rounds before the first test
+LOOK_GROWTH = 1.4  # from the rounds before a test to those before the next
+LAST_BUT_ONE = 0.85  # share of all rounds after which the last test but one comes
 SURE = 2.5  # standard errors
 
 State = Literal["open", "proven", "given up"]

@@ -19,7 +19,6 @@ from counterpoint.units import format_count
 
 KERNEL_CONTROLS = frozenset({"residency_cap", "carveout", "head_start"})  # the targets of the others are collectives
 MOST_NAMED, LISTED_WIDTH = 2, 40  # kernels that a line names, and the letters of each
-MERGED = re.compile(r"(.*) and (\d{1,6}) more", re.DOTALL)  # how a plan of `run --tune` names many kernels
 SENTENCE_END = re.compile(r"(?<=\.) (?=[A-Z])")
 FIGURE = re.compile(r"(?<![\w.,-])-?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 VARYING = "\0"  # stands before a range of figures until a sentence is complete
@@ -50,22 +49,20 @@ def merge_alike(refusals: Iterable[Refusal]) -> Iterator[Refusal]:
     for refusal in refusals:
         alike.setdefault((refusal.control, _kind(refusal.reason)), []).append(refusal)
     for (control, _), found in alike.items():
-        targets, reason = [each.target for each in found], _in_common([each.reason for each in found])
-        target = printable(", ".join(targets)) if control == CANDIDATE else _target(control, targets)
+        reason = _in_common([each.reason for each in found])
+        target = printable(", ".join(each.target for each in found)) if control == CANDIDATE else _target(found)
         yield Refusal(control=printable(control), target=target, reason=printable(reason))
 
 
-def _target(control: str, targets: Sequence[str]) -> str:
-    """Return the only target, or how many there are, with the first names."""
-    merged = [MERGED.fullmatch(target) for target in targets]
-    names = [match[1] if match else target for match, target in zip(merged, targets, strict=True)]
-    number = len(targets) + sum(int(match[2]) for match in merged if match)
+def _target(refusals: Sequence[Refusal]) -> str:
+    """Return the only target of refusals of one control, or how many there are, with the first names."""
+    first, number = refusals[0], sum(each.num_targets for each in refusals)
     if number == 1:
-        return shorten(names[0])
-    if control not in KERNEL_CONTROLS:
-        return f"{shorten(names[0])} and {format_count(number - 1, 'other')}"
-    listed = list(dict.fromkeys(cut(base_name(name), LISTED_WIDTH) for name in names))
-    more = ", ..." if len(listed) > MOST_NAMED or any(merged) else ""
+        return shorten(first.target)
+    if first.control not in KERNEL_CONTROLS:
+        return f"{shorten(first.target)} and {format_count(number - 1, 'other')}"
+    listed = list(dict.fromkeys(cut(base_name(each.target), LISTED_WIDTH) for each in refusals))
+    more = ", ..." if len(listed) > MOST_NAMED or number > len(refusals) else ""
     return f"{number} kernels ({printable(', '.join(listed[:MOST_NAMED]))}{more})"
 
 

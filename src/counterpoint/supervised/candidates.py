@@ -34,7 +34,8 @@ from counterpoint.supervised.settings import Setting, setting_of
 from counterpoint.traces.classify import classify_kernel, is_communication
 from counterpoint.value import Value
 
-MOST_HELD, MOST_CAPPED = 64, 32  # the filter's table has 128 rows
+# with the names of collectives (some 70) less than the filter's 256 rows (`launch_filter.layout.MAX_RULES`)
+MOST_HELD, MOST_CAPPED = 64, 32
 PRIORITY, CAPS = "priority", "caps"
 HELD, HELD_LONGER = (f"head start {hold_us:g} us" for hold_us in HOLDS_US)
 ALL_HELD, ALL_HELD_LONGER = (f"head start {hold_us:g} us{IN_EVERY_RACE}" for hold_us in HOLDS_US)

@@ -225,7 +225,7 @@ def _merged(refusals: Iterable[Refusal]) -> tuple[Refusal, ...]:
         if len(each) <= MOST_ALIKE:
             found.extend(each)
         else:
-            found.append(Refusal(control=control, target=f"{each[0].target} and {len(each) - 1} more", reason=reason))
+            found.append(Refusal(control=control, target=each[0].target, reason=reason, num_targets=len(each)))
     return tuple(found)
 
 

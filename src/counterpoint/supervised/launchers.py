@@ -18,6 +18,7 @@ import msgspec
 
 from counterpoint.doctor.command import OTHER_HOSTS, read_command
 from counterpoint.errors import LaunchFilterError, package_version
+from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 from counterpoint.traces.formats import SUFFIXES
 
 Launcher = Literal["slurm", "kubernetes", "ray", "mpi", "container"]
@@ -230,7 +231,7 @@ def describe_folder(folder: Path, library: Path, settings: Mapping[str, str]) ->
     Counterpoint; `settings` are variables that the plan asks for.
     """
     place = shlex.quote(str(folder))
-    variables = {"LD_PRELOAD": str(folder / library.name), "COUNTERPOINT_FILTER_DIRECTORY": str(folder), **settings}
+    variables = {"LD_PRELOAD": str(folder / library.name), DIRECTORY_VARIABLE: str(folder), **settings}
     docker = " ".join(f"-e {name}={shlex.quote(value)}" for name, value in variables.items())
     apptainer = ",".join(f"{name}={value}" for name, value in variables.items())
     lines = "\n".join(f"  - {{name: {name}, value: {_yaml(value)}}}" for name, value in variables.items())
