@@ -69,13 +69,13 @@ class Layer:
         self.sent, self.received = self.pairs[self.rank], [row[self.rank] for row in self.pairs]
         self.call_size = size_of(self.pairs, shape.dim * 2)
 
-    def exchange_counts(self) -> tuple[list[int], list[int]]:
-        """As torchtitan does: one all-to-all, and one copy to the host that is waited for."""
+    def exchange_counts(self) -> tuple[list[int], list[int], torch.Tensor]:
+        """As torchtitan does: one all-to-all, and one copy to the host that is waited for. The last counts are on the GPU."""
         arriving = torch.empty_like(self.counts)
         dist.all_to_all_single(arriving, self.counts)
         sent = self.counts.view(self.size, -1).sum(1).to("cpu", non_blocking=True)
         received = arriving.view(self.size, -1).sum(1).to("cpu")
-        return sent.tolist(), received.tolist()
+        return sent.tolist(), received.tolist(), arriving
 
     def all_to_all(self, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
         found = rows.new_empty(sum(received), rows.shape[1])
@@ -83,17 +83,14 @@ class Layer:
         return found
 
     def permuted_dispatch(self) -> torch.Tensor:
-        sent, received = self.exchange_counts()
+        sent, received, _ = self.exchange_counts()
         rows = self.all_to_all(self.tokens, received, sent)
         return grouped(rows[self.order], self.up, self.ends)
 
     def torchtitan_dispatch(self) -> torch.Tensor:
         """The counts of every expert stay on the GPU for its `_permute`, which pads each expert's rows to whole tiles."""
-        arriving = torch.empty_like(self.counts)
-        dist.all_to_all_single(arriving, self.counts)
-        sent = self.counts.view(self.size, -1).sum(1).to("cpu", non_blocking=True)
-        received = arriving.view(self.size, -1).sum(1).to("cpu")
-        rows = self.all_to_all(self.tokens, received.tolist(), sent.tolist())
+        sent, received, arriving = self.exchange_counts()
+        rows = self.all_to_all(self.tokens, received, sent)
         _, rows, _, numbers = torchtitan_permute()(rows, arriving, self.size, self.num_local)
         return grouped(rows, self.up, numbers.cumsum(0, dtype=torch.int32))
 
@@ -106,7 +103,7 @@ class Layer:
         self, tokens: torch.Tensor, first: torch.Tensor, down: torch.Tensor, third: torch.Tensor
     ) -> torch.Tensor:
         """The whole layer with gradients, gate and up apart, as torchtitan has them."""
-        sent, received = self.exchange_counts()
+        sent, received, _ = self.exchange_counts()
         rows = _AllToAll.apply(tokens, received, sent)[self.order]
         hidden = silu(grouped(rows, first, self.ends)) * grouped(rows, third, self.ends)
         rows = grouped(hidden, down, self.ends)

@@ -5,7 +5,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from counterpoint.launch_filter.library import HOLD_PTX, SOURCES, VERSIONS, build_command, c_sources
+from counterpoint.launch_filter.library import FLAGS
+from counterpoint.launch_filter.prebuilt import HOLD_PTX, SOURCES, VERSIONS, build_command, c_sources
 
 HELPERS = Path(__file__).parent
 CLIENT = HELPERS / "filter_client.c"
@@ -71,7 +72,7 @@ def build_for_hip(folder: Path) -> Built:
 def build_filter(folder: Path, *, with_amd: bool = False) -> Path:
     """The filter as it is shipped."""
     library = folder / "filter.so"
-    command = build_command(COMPILER, c_sources(with_amd=with_amd), library)
+    command = build_command([*COMPILER, *FLAGS], library, with_amd=with_amd)
     ended = subprocess.run(
         [*command, "-Werror"], cwd=HOLD_PTX.parent, capture_output=True, text=True, check=False, timeout=120
     )

@@ -14,7 +14,7 @@ from counterpoint.doctor.environment import ask_driver, at_command, gather, read
 from counterpoint.doctor.job_context import FoundGpu, JobContext, load_context, parse_version
 from counterpoint.doctor.versions_query import query_versions
 from counterpoint.errors import JobContextError
-from counterpoint.launch_filter.library import LINKED
+from counterpoint.launch_filter.prebuilt import LINKED
 from counterpoint.value import write_json, write_toml
 
 # two GPUs with handles unlike their numbers; the first cannot reach the second; CUDA_VISIBLE_DEVICES=0 hides the second

@@ -15,7 +15,7 @@ from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priorit
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import control_block, layout
 from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, block_paths
-from counterpoint.launch_filter.library import SOURCES
+from counterpoint.launch_filter.prebuilt import SOURCES
 from counterpoint.launch_filter.rules import FilterRule, literal_pattern, translate
 from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import CounterpointError, LaunchFilterError
-from counterpoint.launch_filter import library
+from counterpoint.launch_filter import library, prebuilt
 from counterpoint.launch_filter.executable import check_command
 from counterpoint.launch_filter.library import filter_library
 
@@ -170,7 +170,7 @@ def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: 
 
 def test_the_part_for_amd_is_built_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = filter_library()
-    assert "hip.c" not in {path.name for path in library.c_sources()}
+    assert "hip.c" not in {path.name for path in prebuilt.c_sources()}
     assert b"hipLaunchKernel" not in usual.read_bytes()
     monkeypatch.setenv("COUNTERPOINT_EXPERIMENTAL_AMD", "1")
     experimental = filter_library()
@@ -185,8 +185,8 @@ def test_another_compiler_or_a_changed_source_is_another_library(tmp_path: Path,
     monkeypatch.delenv("CC")
     changed = tmp_path / "decide.c"
     changed.write_text("// changed\n")
-    sources = [changed if path.name == changed.name else path for path in library.c_sources()]
-    monkeypatch.setattr(library, "c_sources", lambda **_: sources)
+    sources = [changed if path.name == changed.name else path for path in prebuilt.c_sources()]
+    monkeypatch.setattr(prebuilt, "c_sources", lambda **_: sources)
     assert library._fingerprint(None) != first
 
 
@@ -216,7 +216,7 @@ def test_without_a_compiler_there_is_one_line(
 def test_a_compilers_complaint_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.c"
     broken.write_text("int broken(void) { return missing; }\n")
-    monkeypatch.setattr(library, "c_sources", lambda **_: [broken])
+    monkeypatch.setattr(prebuilt, "c_sources", lambda **_: [broken])
     with pytest.raises(LaunchFilterError, match=r"which says: .*error: .missing. undeclared"):
         filter_library()
 

@@ -8,10 +8,10 @@ import os
 from datetime import date
 
 import torch
-import torch.distributed as dist
 
 from counterpoint.cuda.device_facts import kernel_module_version
 from counterpoint.cuda.driver import driver_version
+from counterpoint.cuda.rendezvous import num_ranks
 
 NVLS_VARIABLE = "NCCL_NVLS_ENABLE"
 HOST_VARIABLE = "NCCL_HOSTID"  # NCCL refuses two ranks on one GPU of a host, unless this gives each rank a host of its own
@@ -42,8 +42,7 @@ def measuring_conditions(**more: object) -> dict[str, object]:
 
 def _gpus() -> str:
     """Return the number and the name of the GPUs: one for each rank, unless the ranks of this host share one."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    name = torch.cuda.get_device_name()
-    if HOST_VARIABLE in os.environ and torch.cuda.device_count() < num_ranks:
-        return f"{torch.cuda.device_count()} x {name}, shared by {num_ranks} ranks"
-    return f"{num_ranks} x {name}"
+    number, name = num_ranks(), torch.cuda.get_device_name()
+    if HOST_VARIABLE in os.environ and torch.cuda.device_count() < number:
+        return f"{torch.cuda.device_count()} x {name}, shared by {number} ranks"
+    return f"{number} x {name}"

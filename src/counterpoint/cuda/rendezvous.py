@@ -17,6 +17,11 @@ from counterpoint.errors import DeviceError, PlanError
 from counterpoint.ranks import Exchange, LocalStore
 
 
+def num_ranks() -> int:
+    """Return how many ranks the job has; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def open_exchange(purpose: str, limit_s: float) -> Exchange:
     """Open an exchange among all ranks of the job, through the store of their process group; a lone process exchanges alone.
 

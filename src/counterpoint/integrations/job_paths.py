@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from counterpoint.cuda.ranks import OLDEST_TORCH
+from counterpoint.cuda.rendezvous import num_ranks
 from counterpoint.errors import reason_of
 from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel
 from counterpoint.integrations.lane_collectives import Tally
@@ -331,11 +332,11 @@ def _is_shared(optimizer: torch.optim.Optimizer, replicated: dict[int, int]) -> 
 
 def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
     """Return why nothing can be switched if only some ranks train a model, because they need not step with the others."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    whole = num_ranks()
     parameters = [each for module in modules for each in module.parameters(recurse=False) if each.requires_grad]
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
-    fewest = min([*_ranks_of_replicated(modules).values(), *map(_ranks_of_mesh, meshes)], default=num_ranks)
-    if fewest >= num_ranks:
+    fewest = min([*_ranks_of_replicated(modules).values(), *map(_ranks_of_mesh, meshes)], default=whole)
+    if fewest >= whole:
         return ""
     return (
         f"{fewest} of the job's {num_ranks} ranks train a model by themselves, and may take other numbers of steps than the "

@@ -25,22 +25,13 @@ from counterpoint.errors import LaunchFilterError
 from counterpoint.files import cache_folder
 from counterpoint.launch_filter.executable import check_platform
 from counterpoint.launch_filter.places import file_system_of, local_places
-from counterpoint.launch_filter.prebuilt import (
-    AMD_SOURCE,
-    HOLD_PTX,
-    LINKED,
-    SOURCES,
-    VERSIONS,
-    c_sources,
-    prebuilt_library,
-)
+from counterpoint.launch_filter.prebuilt import HOLD_PTX, LINKED, build_command, prebuilt_library, whole_source
 
 FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_LIMIT_S = 120
 LIBRARY_PREFIX = "launch-filter-"
 AMD_VARIABLE = "COUNTERPOINT_EXPERIMENTAL_AMD"
-WITH_AMD = "-DWITH_HIP"
 DIGEST_BYTES = 32
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 PRIVATE_UMASK = 0o077
@@ -172,20 +163,11 @@ def _finish(made: Path, path: Path, content: bytes) -> None:
     made.replace(path)  # if two processes do this at once, both end with a complete file
 
 
-def build_command(compiler: list[str], sources: list[Path], output: Path) -> list[str]:
-    """Return the command that builds a library from `sources`; run it in the folder of the head start kernel."""
-    defined = [f'-DHOLD_PTX="{HOLD_PTX.name}"', *([WITH_AMD] if AMD_SOURCE in (path.name for path in sources) else [])]
-    versions = f"-Wl,--version-script={VERSIONS}"
-    return [*compiler, *FLAGS, *defined, "-shared", "-o", str(output), *map(str, sources), *LINKED, versions]
-
-
 def _fingerprint(prebuilt: Path | None) -> str:
     if prebuilt is not None:
         return hashlib.sha256(prebuilt.read_bytes()).hexdigest()[:16]
-    digest = hashlib.sha256(repr((FLAGS, LINKED, platform.machine(), platform.libc_ver(), os.environ.get("CC"))).encode())
-    for path in (*c_sources(with_amd=has_amd()), *sorted(SOURCES.glob("*.h")), VERSIONS, HOLD_PTX):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    built_by = repr((FLAGS, LINKED, platform.machine(), platform.libc_ver(), os.environ.get("CC")))
+    return hashlib.sha256(built_by.encode() + whole_source(with_amd=has_amd())).hexdigest()[:16]
 
 
 def _compiler() -> list[str]:
@@ -207,7 +189,7 @@ def _compiler() -> list[str]:
 
 
 def _build(compiler: list[str], output: Path) -> None:
-    command = build_command(compiler, c_sources(with_amd=has_amd()), output)
+    command = build_command([*compiler, *FLAGS], output, with_amd=has_amd())
     try:
         ended = subprocess.run(
             command,

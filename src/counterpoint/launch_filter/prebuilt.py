@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from counterpoint.errors import LaunchFilterError
@@ -18,7 +19,7 @@ from counterpoint.launch_filter.executable import ELF_MACHINES
 SOURCES = Path(__file__).parent
 HOLD_PTX = SOURCES.parent / "cuda" / "hold.ptx"
 VERSIONS = SOURCES / "versions.map"
-AMD_SOURCE = "hip.c"
+AMD_SOURCE, WITH_AMD = "hip.c", "-DWITH_HIP"
 FOLDER = SOURCES / "prebuilt_libraries"  # hatch_build.py puts the libraries there in a wheel
 FINGERPRINT_FILE = "sources.sha256"
 OLDEST_GLIBC = (2, 17)  # RHEL 7; manylinux2014 stands for this version (PEP 599)
@@ -29,15 +30,25 @@ BUILD_LIMIT_S = 300
 
 def sources_fingerprint() -> str:
     """Return a digest of all files that are compiled, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    for path in (*c_sources(), *sorted(SOURCES.glob("*.h")), VERSIONS, HOLD_PTX):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return hashlib.sha256(whole_source()).hexdigest()
+
+
+def whole_source(*, with_amd: bool = False) -> bytes:
+    """Return the names and contents of all files that are compiled."""
+    paths = (*c_sources(with_amd=with_amd), *sorted(SOURCES.glob("*.h")), VERSIONS, HOLD_PTX)
+    return b"".join(path.name.encode() + b"\0" + path.read_bytes() for path in paths)
 
 
 def c_sources(*, with_amd: bool = False) -> list[Path]:
     """Return the filter's C files, in a fixed order; include those for AMD, which are experimental, on request."""
     return sorted(path for path in SOURCES.glob("*.c") if with_amd or path.name != AMD_SOURCE)
+
+
+def build_command(compiler: Sequence[str], output: Path, *, with_amd: bool = False) -> list[str]:
+    """Return the command that builds the library with a compiler and its flags; run it in the folder of `HOLD_PTX`."""
+    defined = [f'-DHOLD_PTX="{HOLD_PTX.name}"', *([WITH_AMD] if with_amd else [])]
+    sources, versions = map(str, c_sources(with_amd=with_amd)), f"-Wl,--version-script={VERSIONS}"
+    return [*compiler, *defined, "-shared", "-o", str(output), *sources, *LINKED, versions]
 
 
 def prebuilt_library(folder: Path = FOLDER) -> Path | None:
@@ -70,11 +81,7 @@ def build_for_wheel(folder: Path) -> list[Path]:
 
 def _build_for(machine: str, output: Path) -> Path:
     target = f"{machine}-linux-gnu.{'.'.join(map(str, OLDEST_GLIBC))}"
-    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", target]
-    sources = [str(path) for path in c_sources()]
-    defined = f'-DHOLD_PTX="{HOLD_PTX.name}"'
-    versions = f"-Wl,--version-script={VERSIONS}"
-    command = [*compiler, *FLAGS, defined, "-shared", "-o", str(output.resolve()), *sources, *LINKED, versions]
+    command = build_command([sys.executable, "-m", "ziglang", "cc", "-target", target, *FLAGS], output.resolve())
     ended = subprocess.run(command, cwd=HOLD_PTX.parent, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False)
     if ended.returncode:
         said = next((line for line in ended.stderr.splitlines() if "error" in line.lower()), ended.stderr.strip()[-200:])

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from counterpoint.ops.runtime import group_or_world, runtime_of, runtime_of_group
+from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
 from counterpoint.schedule.actions import Operation
 from counterpoint.schedule.operations import OPERATORS
 
@@ -33,15 +33,30 @@ def refuse_arguments(
     operation: Operation, left: object, weight: object, group: dist.ProcessGroup | None, num_rows: object = None
 ) -> NoReturn:
     """Raise `OperatorError` on every rank for arguments of which one has a wrong type or layout."""
-    found = group_or_world(group)
-    operands = [left, *_several(weight)]
-    devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
-    # as elsewhere, one operand on a GPU shows where the other ranks meet; without any, the group's earlier calls do
-    device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
-    runtime = runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
+    runtime = runtime_for((left, *_several(weight)), group)
     problem = _problem_of(operation, left, weight) or _problem_of_rows(operation, left, num_rows)
     assert problem, "only wrong arguments come here"
     runtime.refuse(problem)
+
+
+def runtime_for(operands: Iterable[object], group: dist.ProcessGroup | None) -> Runtime:
+    """Return the runtime of a call whose operands may be no tensors.
+
+    As elsewhere, one operand on a GPU shows where the other ranks meet; without any, the group's earlier calls do.
+    """
+    found = group_or_world(group)
+    devices = [each.device for each in operands if isinstance(each, torch.Tensor)]
+    device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
+    return runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
+
+
+def problem_of_pair(operator: str, first: torch.Tensor, second: torch.Tensor) -> str:
+    """Return what keeps two operands from being multiplied whatever their sizes, in one line, or nothing."""
+    if first.device != second.device:
+        return f"{operator} needs its operands on one device; found {first.device} and {second.device}. Move one."
+    if first.dtype != second.dtype:
+        return f"{operator} needs operands of one type; found {first.dtype} and {second.dtype}. Convert one."
+    return ""
 
 
 def _problem_of(operation: Operation, left: object, weight: object) -> str:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import OperatorError
-from counterpoint.ops.arguments import problem_of_layouts
+from counterpoint.ops.arguments import problem_of_layouts, problem_of_pair, runtime_for
 from counterpoint.ops.expert_functions import Combine, Dispatch, ExpertCall, ExpertFfn
 from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, words_of
 from counterpoint.ops.gated_activation import Activation
 from counterpoint.ops.grouped_matmul import obstacle_to_fp8
-from counterpoint.ops.runtime import Runtime, group_or_world, runtime_of, runtime_of_group
+from counterpoint.ops.runtime import Runtime
 from counterpoint.schedule import ScheduleDescription
 
 Group: TypeAlias = dist.ProcessGroup
@@ -148,15 +148,10 @@ def grouped_matmul_combine(
 
 def _runtime_for(operator: str, tokens: object, weights: Sequence[object], group: Group | None) -> Runtime:
     """Return the runtime of a call; operands that are no tensors are refused on every rank."""
-    found = group_or_world(group)
-    devices = [each.device for each in (tokens, *weights) if isinstance(each, torch.Tensor)]
-    device = next((each for each in devices if each.type == "cuda"), next(iter(devices), None))
-    runtime = runtime_of_group(found) if device is None else runtime_of(found.group_name, device)
-    wrong = next((each for each in (tokens, *weights) if not isinstance(each, torch.Tensor)), None)
-    if len(devices) < 1 + len(weights):
-        runtime.refuse(
-            f"{operator} takes tensors as tokens and weights; found a value of type {type(wrong).__name__}. Pass a tensor."
-        )
+    runtime = runtime_for((tokens, *weights), group)
+    wrong = [type(each).__name__ for each in (tokens, *weights) if not isinstance(each, torch.Tensor)]
+    if wrong:
+        runtime.refuse(f"{operator} takes tensors as tokens and weights; found a value of type {wrong[0]}. Pass a tensor.")
     return runtime
 
 
@@ -222,13 +217,9 @@ def _problem_of_combine(inputs: Sequence[torch.Tensor], weights: torch.Tensor, r
 
 def _problem_of(operator: str, rows: torch.Tensor, weights: torch.Tensor, num_inner: int) -> str:
     """Return what is wrong with rows and weights that are to be multiplied along `num_inner` numbers."""
-    problem = problem_of_layouts(operator, (rows, weights))
+    problem = problem_of_layouts(operator, (rows, weights)) or problem_of_pair(operator, rows, weights)
     if problem:
         return problem
-    if rows.device != weights.device:
-        return f"{operator} needs its operands on one device; found {rows.device} and {weights.device}. Move one."
-    if rows.dtype != weights.dtype:
-        return f"{operator} needs operands of one type; found {rows.dtype} and {weights.dtype}. Convert one."
     if not rows.dtype.is_floating_point or rows.dtype.itemsize == 1:
         return f"{operator} multiplies floating-point numbers of 16 bits or more; found {rows.dtype}. Convert both operands."
     if rows.dim() != 2 or weights.dim() != 3 or weights.shape[2] != num_inner or not weights.shape[0]:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from counterpoint.errors import OperatorError
+from counterpoint.ops.arguments import problem_of_pair
 from counterpoint.ops.collectives import Collectives, Sequential
 from counterpoint.ops.dispatch import Matrices
 from counterpoint.ops.runtime import PickedSchedule, Request, Runtime, known_calls, runtime_of
@@ -216,10 +217,9 @@ def require_operands(operation: Operation, left: torch.Tensor, weight: torch.Ten
 
 def _problem_of(operation: Operation, left: torch.Tensor, weight: torch.Tensor) -> str:
     """Return what is wrong with two operands, in one line, or nothing."""
-    if left.device != weight.device:
-        return f"{operation} needs its operands on one device; found {left.device} and {weight.device}. Move one."
-    if left.dtype != weight.dtype:
-        return f"{operation} needs operands of one type; found {left.dtype} and {weight.dtype}. Convert one."
+    problem = problem_of_pair(operation, left, weight)
+    if problem:
+        return problem
     if not _is_multiplied(left):
         return (
             f"{operation} multiplies by torch.mm, which does not support {left.dtype} on this device. Convert both operands."

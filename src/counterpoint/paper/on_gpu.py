@@ -12,6 +12,7 @@ from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.energy import LEAST_S, mean_watts, watch
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.nvml import Nvml
+from counterpoint.cuda.rendezvous import num_ranks
 from counterpoint.errors import DeviceError, WorkloadError
 from counterpoint.metrics import measure
 from counterpoint.ops.captured_copies import offer_copies
@@ -23,7 +24,6 @@ from counterpoint.paper.workloads import (
     check_fits,
     check_runnable,
     launch_in_a_row,
-    num_ranks,
     open_energy_counter,
 )
 from counterpoint.planner.on_gpu import machine_of

@@ -139,11 +139,6 @@ class PaperWorkload:
         return b"".join(sample.view(torch.uint8).cpu().numpy().tobytes() for sample in sampled)
 
 
-def num_ranks() -> int:
-    """Return how many ranks were started."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def check_runnable(description: Description) -> None:
     """Raise `WorkloadError` for what the kernels here cannot compute, before any memory is taken."""
     counts = len(description.gemms), len(description.collectives)

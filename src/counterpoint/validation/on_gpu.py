@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, schedule
 
@@ -21,6 +20,7 @@ from counterpoint.cuda.conditions import measuring_conditions
 from counterpoint.cuda.driver_graph import DriverGraph
 from counterpoint.cuda.graph import AbstractExecutable
 from counterpoint.cuda.graph_rewriting import rewrite
+from counterpoint.cuda.rendezvous import num_ranks
 from counterpoint.errors import CounterpointError, cause_of, say
 from counterpoint.machine import Machine
 from counterpoint.measurement.orders import draw_seed
@@ -74,9 +74,9 @@ def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[Mea
     `output` is the file that `save` writes: traces go beside it. Raises what capturing raises if no case can be measured.
     """
     names = {each.name for each in known}
-    num_ranks = _num_ranks()
-    left = (case for case in cases_for(num_ranks) if case.name not in names)
-    measured = measure_cases(left, set_digest(num_ranks), output, save, CaseMeasuring.measure, known=known)
+    number = num_ranks()
+    left = (case for case in cases_for(number) if case.name not in names)
+    measured = measure_cases(left, set_digest(number), output, save, CaseMeasuring.measure, known=known)
     if measured is None:
         raise CounterpointError("No case remains to be measured. Name another file with -o to measure the set anew.")
     return measured
@@ -95,8 +95,8 @@ def measure_cases(
 
     All ranks call it with the same cases. Returns None if no case could be measured.
     """
-    num_ranks = _num_ranks()
-    groups = limited_groups(CTA_LIMITS) if num_ranks > 1 else {}
+    number = num_ranks()
+    groups = limited_groups(CTA_LIMITS) if number > 1 else {}
     found = list(known)
     measured: MeasuredSet | None = None
     for case in cases:
@@ -111,16 +111,12 @@ def measure_cases(
         measured = MeasuredSet(
             digest=digest,
             machine=measuring.machine.name,
-            num_gpus=num_ranks,
+            num_gpus=number,
             conditions=measuring_conditions(rounds=ROUNDS),
             cases=tuple(found),
         )
         save(measured)
     return measured
-
-
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class CaseMeasuring:
