@@ -70,7 +70,7 @@ class Layer:
         self.call_size = size_of(self.pairs, shape.dim * 2)
 
     def exchange_counts(self) -> tuple[list[int], list[int], torch.Tensor]:
-        """As torchtitan does: one all-to-all, and one copy to the host that is waited for. The last counts are on the GPU."""
+        """As torchtitan does: one all-to-all, and one copy to the host that is waited for. The last are on the GPU."""
         arriving = torch.empty_like(self.counts)
         dist.all_to_all_single(arriving, self.counts)
         sent = self.counts.view(self.size, -1).sum(1).to("cpu", non_blocking=True)
