@@ -16,6 +16,7 @@ from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
 from counterpoint.sim.block_kernels import BlockKernels
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants, own_loads_scale
+from counterpoint.sim.loads import LOADED_BYTES, under_way
 from counterpoint.sim.matmul_rates import is_l2_limited, l2_bytes_per_s, reached_flops_per_s
 from counterpoint.sim.nodes import leaves_node
 from counterpoint.sim.power import slowdown, tile_latency
@@ -39,7 +40,6 @@ MOST_OF_L2 = 1.47  # times its share of L2's bandwidth: 64 bytes per cycle; so k
 MOST_OF_CTAS = 0.99  # share of what its CTAs move from which a collective's lone time says nothing of the link
 LEAST_US = 1e-3  # least time of a CTA or a copy, because rates are work per time
 LEAST_TILE_REGISTERS = 128  # a thread with fewer keeps no tile of a matmul in registers; an assumption
-BYTES_OF_A_THREAD = 16  # bf16 bytes that a thread keeps in flight in the kernel that gave streaming's `saturation_warps`
 CALIBRATION_WARP_SIZE = 32  # `saturation_warps` counts warps of the GPU it was measured on, whatever the machine's are
 
 
@@ -187,7 +187,7 @@ class CostModel:
         multiplied_us = US_PER_S * (kernel.flops or 0.0) / reached_flops_per_s(kernel, self.machine, self._calibration)
         one_by_one_us = memory_us + multiplied_us * self._gpu.num_sms / self._resident_ctas(kernel)
         warps = self._calibration.characters["streaming"].saturation_warps * self._gpu.num_sms
-        latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * BYTES_OF_A_THREAD / self.hbm_bytes_per_s
+        latency_us = US_PER_S * warps * CALIBRATION_WARP_SIZE * LOADED_BYTES / self.hbm_bytes_per_s
         rounds = math.ceil(self._num_tiles(kernel, one_by_one_us) / self._resident_ctas(kernel))
         return (one_by_one_us + rounds * steps * latency_us) / max(1, number - 1)
 
@@ -307,7 +307,7 @@ class CostModel:
         is_ordinary = kernel.element_type == "fp32" and self._gpu.fp32_matrix_flops_per_s is None
         if in_flight and is_ordinary and footprint.registers_per_thread >= LEAST_TILE_REGISTERS:
             saturation_warps = self._calibration.fp32_saturation_warps.value
-        by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE)
+        by_warps = saturation_warps / math.ceil(footprint.threads_per_cta / CALIBRATION_WARP_SIZE) / under_way(kernel.name)
         if constants.saturation_registers:
             by_warps = min(by_warps, constants.saturation_registers / footprint.registers_per_cta)
         if not in_flight:
