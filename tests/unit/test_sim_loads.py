@@ -21,6 +21,8 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<{}, at::native::{}
         (ELEMENTWISE.format(4, "CUDAFunctor_add<float>", "at::detail::", 3), 3.0),
         (ELEMENTWISE.format(8, "where()::{lambda()#1}::{lambda(bool, c10::Half, c10::Half)#1}", "std::", "4ul"), 1.75),
         (ELEMENTWISE.format(8, "gelu()::{lambda(c10::BFloat16)#1}", "std::", "2ul"), 1.0),
+        (ELEMENTWISE.format(4, "float8_copy_kernel_cuda()::{lambda(c10::BFloat16)#1}", "std::", "2ul"), 0.75),
+        (ELEMENTWISE.format(8, "bfloat16_copy_kernel_cuda()::{lambda(float)#1}", "std::", "2ul"), 1.5),
         (ELEMENTWISE.format(8, "unknown<Float8_e4m3fn>", "std::", "2ul"), 1.0),
         (OPTIMIZER.format("FusedOptimizerTensorListMetadata<4>", "FusedAdamMathFunctor<float, 4, false>"), 3.5),
         (OPTIMIZER.format("TensorListMetadata<2>", "BinaryOpListAlphaFunctor<float, 2, 2, 0>"), 1.5),

@@ -339,7 +339,7 @@ def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
     if fewest >= whole:
         return ""
     return (
-        f"{fewest} of the job's {num_ranks} ranks train a model by themselves, and may take other numbers of steps than the "
+        f"{fewest} of the job's {whole} ranks train a model by themselves, and may take other numbers of steps than the "
         "rest. If all ranks step alike, make the model parallel by a part of a DeviceMesh that has all ranks"
     )
 

@@ -19,6 +19,7 @@ ELEMENTWISE = re.compile(
 OVER_LISTS = re.compile(
     r"multi_tensor_apply_kernel<.*?(?P<fused>FusedOptimizer)?TensorListMetadata<(?P<lists>\d+)[,>](?P<functor>.*)", re.DOTALL
 )
+CAST = re.compile(r"float(8|16)_copy")  # `float8_copy_kernel_cuda`, `bfloat16_copy_kernel_cuda`: the bits of the result
 LAMBDA = re.compile(r"lambda\(([^()]+)\)")
 ELEMENT = re.compile(r"\b(double|float|BFloat16|Half|bool|long|int)\b")
 ELEMENT_BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "BFloat16": 2, "Half": 2, "bool": 1}
@@ -38,10 +39,13 @@ def under_way(name: str) -> float:
 
 def _bytes_of_all(functor: str, num_tensors: int) -> int:
     """Return the bytes of a number of each tensor that a functor loads or stores; 0 if unknown. The result is like the last
-    argument.
+    argument, unless the kernel converts.
     """
     arguments = LAMBDA.findall(functor)
     sizes = [ELEMENT_BYTES[each] for each in ELEMENT.findall(arguments[-1] if arguments else functor)]
     if not sizes:
         return 0
-    return sum(sizes) + sizes[-1] if arguments and len(sizes) == num_tensors - 1 else num_tensors * sizes[0]
+    if not arguments or len(sizes) != num_tensors - 1:
+        return num_tensors * sizes[0]
+    cast = CAST.search(functor)
+    return sum(sizes) + (int(cast[1]) // 8 if cast else sizes[-1])
