@@ -3,7 +3,8 @@ send tokens.
 
 torchtitan (read in v0.2.2) registers `_token_dispatch` and `_token_combine` of a style by `distribute_module`, as hooks
 around `GroupedExperts`; transformers (read in 5.23) puts a `forward` in the module's place, whose closure holds an
-implementation. What looks different is not recognized, and its module is then refused rather than guessed at.
+implementation. What torchtitan 0.3 leaves is recognized and refused. What looks different otherwise is not recognized, and
+its module is then refused rather than guessed at.
 """
 
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from counterpoint.integrations.layouts import closure_of
+from counterpoint.integrations.layouts import BY_TORCHTITAN, closure_of, is_by_torchtitan
 
 WEIGHTS = ("w1", "w2", "w3")
 WEIGHT_DIMS = 3
@@ -50,7 +51,7 @@ class SpreadLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 def spread_by(module: nn.Module) -> Literal["torchtitan", "transformers"] | None:
     """Return the framework that sends a module's tokens to experts on other ranks; None if none does."""
-    if _dispatch_hook(module) is not None:
+    if _dispatch_hook(module) is not None or _has_dispatcher(module):
         return "torchtitan"
     return "transformers" if implementation_of(module) is not None else None
 
@@ -58,7 +59,8 @@ def spread_by(module: nn.Module) -> Literal["torchtitan", "transformers"] | None
 def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
     """Return the layout of experts whose tokens torchtitan's hooks send, or why they stay as they are."""
     found = _dispatch_hook(experts)
-    assert found is not None
+    if found is None:
+        return BY_TORCHTITAN
     input_hook, style, mesh = found
     name = type(style).__name__
     if name in REFUSED_STYLES:
@@ -86,6 +88,11 @@ def implementation_of(module: nn.Module) -> Any | None:
     implementation = found.get("implementation")
     is_theirs = type(found.get("self")).__name__ == "EpDispatchExpertsParallel"
     return implementation if is_theirs and hasattr(implementation, "ep_mesh") else None
+
+
+def _has_dispatcher(module: nn.Module) -> bool:
+    """Return whether torchtitan 0.3 spread a module's experts: its token dispatcher knows the ranks."""
+    return getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None and is_by_torchtitan(module)
 
 
 def _dispatch_hook(module: nn.Module) -> tuple[int, Any, DeviceMesh] | None:

@@ -26,6 +26,10 @@ Layouts = tuple[Any, ...]
 LOCAL_NAMES = frozenset({"to_local", "_local_tensor"})  # of what gives a rank's part of a DTensor
 DTENSOR_NAMES = LOCAL_NAMES | {"full_tensor", "redistribute", "placements", "device_mesh"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+BY_TORCHTITAN = (
+    "torchtitan 0.3 spread it over ranks (Module.parallelize), but only what torchtitan 0.2 leaves on a module is known. "
+    "Leave it unchanged, or use torchtitan 0.2"
+)
 NUM_OUTPUT_ARGUMENTS = 2  # arguments bound into the styles' output functions: layouts, and whether to return local tensors
 
 
@@ -65,6 +69,8 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     """Return the layout of a linear with a DTensor weight, or why it is unknown."""
     weight = linear.weight
     assert isinstance(weight, DTensor)
+    if is_by_torchtitan(linear):
+        return BY_TORCHTITAN
     mesh = tensor_parallel_mesh(linear)
     if mesh is None:
         return (
@@ -90,7 +96,12 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
 
 def is_split(linear: nn.Linear) -> bool:
     """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
-    return bool(_meshes_of(linear))
+    return bool(_meshes_of(linear)) or is_by_torchtitan(linear)
+
+
+def is_by_torchtitan(module: nn.Module) -> bool:
+    """Return whether torchtitan 0.3 spread a module over ranks: its forward is a function within `Module.parallelize`."""
+    return {"parallel_dims", "fn"} <= closure_of(vars(module).get("forward")).keys()
 
 
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:

@@ -20,6 +20,7 @@ backward pass.
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.errors import IntegrationError
@@ -53,7 +54,10 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     _check_arguments(module, schedule)
     text = "" if schedule is None else msgspec.json.encode(schedule).decode()
     overlapped = Overlapped(is_on=is_on)
-    linears = [(name, each) for name, each in module.named_modules() if _is_parallel(each)]
+    # FSDP2's weights are DTensors, too
+    sharded = {part for each in module.modules() if isinstance(each, FSDPModule) for part in each.modules()}
+    parallel = [(name, each) for name, each in module.named_modules() if _is_parallel(each)]
+    linears = [(name, each) for name, each in parallel if each not in sharded or is_split(each)]
     require(
         bool(linears),
         IntegrationError,
