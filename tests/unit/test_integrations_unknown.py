@@ -1,7 +1,6 @@
 """What a framework that none of the integrations knows left on a module is refused by name, not guessed at."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor  # noqa: E402
 
 from counterpoint.errors import IntegrationError  # noqa: E402
-from counterpoint.integrations import expert_parallel, tensor_parallel  # noqa: E402
+from counterpoint.integrations import tensor_parallel  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -36,15 +35,12 @@ def linear() -> nn.Linear:
     return made
 
 
-def test_linears_and_experts_of_torchtitan_0_3_are_refused_by_name() -> None:
-    model = nn.Sequential(linear(), nn.Linear(8, 8))
+def test_linears_of_torchtitan_0_3_are_refused_by_name() -> None:
+    model = nn.Sequential(linear())
     parallelize(model[0], object())
-    model[1].token_dispatcher = SimpleNamespace(ep_mesh=object())
-    parallelize(model[1], object())
-    for integration in (tensor_parallel, expert_parallel):
-        with pytest.raises(IntegrationError, match=r"torchtitan 0\.3 spread it over ranks \(Module\.parallelize\)"):
-            integration.overlap(model)
-        assert "torchtitan 0.3" in integration.why_none_waits(model)
+    with pytest.raises(IntegrationError, match=r"torchtitan 0\.3 spread it over ranks \(Module\.parallelize\)"):
+        tensor_parallel.overlap(model)
+    assert "torchtitan 0.3" in tensor_parallel.why_none_waits(model)
 
 
 def test_linears_that_only_fsdp_shards_are_none_of_tensor_parallelism() -> None:

@@ -3,8 +3,8 @@ send tokens.
 
 torchtitan (read in v0.2.2) registers `_token_dispatch` and `_token_combine` of a style by `distribute_module`, as hooks
 around `GroupedExperts`; transformers (read in 5.23) puts a `forward` in the module's place, whose closure holds an
-implementation. What torchtitan 0.3 leaves is recognized and refused. What looks different otherwise is not recognized, and
-its module is then refused rather than guessed at.
+implementation. torchtitan 0.3 (read in 0.3.0) gives `RoutedExperts` a token dispatcher that knows the ranks. What looks
+different is not recognized, and its module is then refused rather than guessed at.
 """
 
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from counterpoint.integrations.layouts import BY_TORCHTITAN, closure_of, is_by_torchtitan
+from counterpoint.integrations.layouts import closure_of
 
 WEIGHTS = ("w1", "w2", "w3")
+DISPATCHED_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")  # of torchtitan 0.3, in the same order
 WEIGHT_DIMS = 3
 # functions that torchtitan's GroupedExperts calls
 FORMULAS = frozenset({"_run_experts_grouped_mm", "_run_experts_for_loop"})
@@ -49,18 +50,19 @@ class SpreadLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self  # a mesh cannot be copied
 
 
-def spread_by(module: nn.Module) -> Literal["torchtitan", "transformers"] | None:
+def spread_by(module: nn.Module) -> Literal["torchtitan", "torchtitan 0.3", "transformers"] | None:
     """Return the framework that sends a module's tokens to experts on other ranks; None if none does."""
-    if _dispatch_hook(module) is not None or _has_dispatcher(module):
+    if _dispatch_hook(module) is not None:
         return "torchtitan"
+    if getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None:
+        return "torchtitan 0.3"
     return "transformers" if implementation_of(module) is not None else None
 
 
 def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:
     """Return the layout of experts whose tokens torchtitan's hooks send, or why they stay as they are."""
     found = _dispatch_hook(experts)
-    if found is None:
-        return BY_TORCHTITAN
+    assert found is not None
     input_hook, style, mesh = found
     name = type(style).__name__
     if name in REFUSED_STYLES:
@@ -90,9 +92,30 @@ def implementation_of(module: nn.Module) -> Any | None:
     return implementation if is_theirs and hasattr(implementation, "ep_mesh") else None
 
 
-def _has_dispatcher(module: nn.Module) -> bool:
-    """Return whether torchtitan 0.3 spread a module's experts: its token dispatcher knows the ranks."""
-    return getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None and is_by_torchtitan(module)
+def refusal_of_dispatched(routed: Any) -> str:
+    """Return why experts whose tokens torchtitan 0.3's dispatcher sends stay as they are, or nothing."""
+    dispatcher, experts = routed.token_dispatcher, getattr(routed, "inner_experts", None)
+    name = type(dispatcher).__name__
+    if name != "AllToAllTokenDispatcher" or local_dispatcher(dispatcher) is None:
+        return f"a {name} sends its tokens, but only AllToAllTokenDispatcher is supported. Leave it unchanged"
+    if not isinstance(experts, nn.Module) or _owner_of_forward(experts).__name__ != "GroupedExperts":
+        return f"it has {type(experts).__name__}, whose formula is unknown; only torchtitan's GroupedExperts is supported"
+    multiplied_by = next((each.__name__ for each in type(experts).__mro__ if "_grouped_mm" in vars(each)), "")
+    if multiplied_by != "GroupedExperts" or not {"silu", *DISPATCHED_WEIGHTS} <= _names_in_forward(
+        _owner_of_forward(experts)
+    ):
+        return "its experts do not multiply as torchtitan's GroupedExperts does. Leave out quantization"
+    for name in DISPATCHED_WEIGHTS:
+        weight = getattr(experts, name)
+        local = weight._local_tensor if isinstance(weight, DTensor) else weight
+        if type(local) not in (torch.Tensor, nn.Parameter) or local.ndim != WEIGHT_DIMS:
+            return f"its {name} is no plain tensor of {WEIGHT_DIMS} dimensions. Leave out quantization"
+    return ""
+
+
+def local_dispatcher(dispatcher: object) -> type | None:
+    """Return torchtitan's class that sorts tokens and adds up results on one rank, from which dispatchers are derived."""
+    return next((each for each in type(dispatcher).__mro__ if each.__name__ == "LocalTokenDispatcher"), None)
 
 
 def _dispatch_hook(module: nn.Module) -> tuple[int, Any, DeviceMesh] | None:

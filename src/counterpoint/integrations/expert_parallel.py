@@ -6,7 +6,7 @@
     overlapped.undo()
 
 It supports the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`) and of Hugging Face models that
-transformers spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan's layers run while tokens are
+transformers spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan 0.2's layers run while tokens are
 in transit. A layer that is not supported stays unchanged; `refused` and the log say why.
 
 Call `overlap` before or after `fully_shard`, and before or after activation checkpointing, but not between a forward and
@@ -20,7 +20,13 @@ from torch import nn
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations import transformers_experts
-from counterpoint.integrations.expert_layouts import shared_experts_of, spread_by, torchtitan_layout
+from counterpoint.integrations.dispatched_experts import DispatchedExperts
+from counterpoint.integrations.expert_layouts import (
+    refusal_of_dispatched,
+    shared_experts_of,
+    spread_by,
+    torchtitan_layout,
+)
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts
 from counterpoint.integrations.switched_hooks import pass_on
@@ -33,7 +39,7 @@ from counterpoint.value import require
 # OPERATORS: what a policy of selective checkpointing sees instead of all-to-alls. If it saves them, no token is sent again.
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts", "why_none_waits"]
 
-OVERLAPPED = TorchtitanExperts | TransformersExperts
+OVERLAPPED = TorchtitanExperts | DispatchedExperts | TransformersExperts
 
 
 def overlap(
@@ -64,6 +70,8 @@ def overlap(
     for name, experts in found:
         if spread_by(experts) == "torchtitan":
             _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
+        elif spread_by(experts) == "torchtitan 0.3":
+            _take_dispatched(overlapped, name, experts, options)
         else:
             _take_transformers(overlapped, name, experts, options)
     overlapped.require_taken(f"No experts of {type(module).__name__}")
@@ -99,6 +107,8 @@ def _refusal(experts: nn.Module) -> str:
     """Return why experts that a framework has spread cannot be taken, or nothing."""
     if spread_by(experts) == "transformers":
         return transformers_experts.refusal(experts)
+    if spread_by(experts) == "torchtitan 0.3":
+        return refusal_of_dispatched(experts)
     found = torchtitan_layout(experts)
     return found if isinstance(found, str) else ""
 
@@ -117,6 +127,17 @@ def _take_torchtitan(
     overlapped.take(name, experts, forward.run, forward.group.group_name)
     for hooks, key in ((experts._forward_pre_hooks, layout.input_hook), (experts._forward_hooks, layout.output_hook)):
         overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
+
+
+def _take_dispatched(overlapped: Overlapped, name: str, routed: nn.Module, options: Mapping[str, Any]) -> None:
+    reason = refusal_of_dispatched(routed)
+    if reason:
+        overlapped.refused[name] = reason
+        return
+    forward = DispatchedExperts(routed, overlapped.switch, options)
+    overlapped.take(name, routed, forward.run, forward.group.group_name)
+    for exchanged in forward.replacements():
+        overlapped.exchange(*exchanged)
 
 
 def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | None:

@@ -138,9 +138,13 @@ class Overlapped:
 
     def exchange_forward(self, module: nn.Module, run: Callable[..., Any]) -> None:
         """Give a module another `forward`; `undo` leaves it if the job has wrapped it since: off, it runs the original."""
-        earlier = vars(module).get("forward")
-        vars(module)["forward"] = run
-        self._undo.append(partial(_put_back, vars(module), ("forward", run, earlier)))
+        self.exchange(vars(module), "forward", run)
+
+    def exchange(self, held: dict[str, Any], name: str, run: Callable[..., Any]) -> None:
+        """Put a function in another's place, or before that of a class, until `undo`."""
+        earlier = held.get(name)
+        held[name] = run
+        self._undo.append(partial(_put_back, held, (name, run, earlier)))
 
     def replace_forward(self, name: str, linear: nn.Linear, forward: ParallelForward) -> None:
         """Give a linear another `forward`, whose result may be local already."""
