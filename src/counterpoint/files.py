@@ -17,6 +17,7 @@ from counterpoint.units import GIB, MIB, format_bytes
 
 GZIP_MAGIC = b"\x1f\x8b"
 UTF8_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of a text file
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 MAX_TEXT_BYTES = 64 * MIB  # plans, machines, workloads: the largest plan of a shipped trace has 60 KiB
 MAX_TRACE_BYTES = 32 * GIB  # some 120 million events; what the reader keeps of them takes about a sixth of the file's size
 MAX_PACKED_BYTES = MAX_TRACE_BYTES // 4

@@ -35,7 +35,7 @@ def failure(path: Path | str) -> str:
         ("a.json.gz", gzip.compress(small_trace().text(), mtime=0)[:200], "damaged gzip"),
         ("a.json", gzip.compress(b"x", mtime=0)[:12], "damaged gzip"),
         ("a.json", small_trace().text()[:500], "not whole JSON"),
-        ("a.json", b"\xff\xfe\x00", "not whole JSON"),
+        ("a.json", b"\xff\xfe\x00", "is UTF-16 text"),
         ("a.json", b"[1, 2, 3]", "not a profiler trace"),
         ("plan.toml", b"verdict = 'GAIN'", "not a profiler trace: no format"),
         ("a.json", b'{"hello": 1}', "not a profiler trace"),
