@@ -154,23 +154,27 @@ def _figure(analysis: Analysis, condition: Condition) -> tuple[float, float]:
     """Return the metric in the condition's unit, and the half-width of the steady steps' middle half (0 for one cause)."""
     if condition.metric in CAUSES:
         time_us = sum(total.exposed_us for total in analysis.causes if total.cause == condition.metric)
-        return (time_us / analysis.step_us if condition.is_share and analysis.step_us else time_us), 0.0
-    values = [_of_step(step, condition.metric, condition.is_share) for step in steady_steps(analysis.ranks)]
-    return _of_all(analysis, condition.metric, condition.is_share), spread_of(values)
+        return _in_unit(condition, time_us, analysis.step_us), 0.0
+    values = [_of_step(step, condition) for step in steady_steps(analysis.ranks)]
+    return _of_all(analysis, condition), spread_of(values)
 
 
-def _of_step(step: StepFigures, metric: str, is_share: bool) -> float:
-    if metric == "overlap":
+def _of_step(step: StepFigures, condition: Condition) -> float:
+    if condition.metric == "overlap":
         return step.overlap_ratio or 0.0
-    time_us = step.makespan_us if metric == "step" else float(getattr(step, f"{metric}_us"))
-    return time_us / step.makespan_us if is_share and step.makespan_us else time_us
+    time_us = step.makespan_us if condition.metric == "step" else float(getattr(step, f"{condition.metric}_us"))
+    return _in_unit(condition, time_us, step.makespan_us)
 
 
-def _of_all(analysis: Analysis, metric: str, is_share: bool) -> float:
-    if metric == "overlap":
+def _of_all(analysis: Analysis, condition: Condition) -> float:
+    if condition.metric == "overlap":
         return analysis.overlap_ratio if analysis.overlap_ratio is not None else 1.0
-    time_us = float(getattr(analysis, f"{metric}_us"))
-    return time_us / analysis.step_us if is_share and analysis.step_us else time_us
+    return _in_unit(condition, float(getattr(analysis, f"{condition.metric}_us")), analysis.step_us)
+
+
+def _in_unit(condition: Condition, time_us: float, step_us: float) -> float:
+    """Return a time, or its share of a step, as the condition compares it."""
+    return time_us / step_us if condition.is_share and step_us else time_us
 
 
 def _shown(condition: Condition, value: float) -> str:

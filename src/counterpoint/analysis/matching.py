@@ -224,6 +224,8 @@ def match_sequences(
     left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
     while left:
         (low, high), (other_low, other_high), distance_us = left.pop()
+        if low == high or other_low == other_high:
+            continue
         parts = first[low:high], second[other_low:other_high]
         run = _best_run(*parts, distance_us) if distance_us is not None else _first_run(*parts, apart_us)
         if not run:
@@ -249,8 +251,6 @@ def _num_conflicts(pairs: Pairs, num_first: int, num_second: int) -> int:
 
 def _first_run(first: Sequence[TracedCollective], second: Sequence[TracedCollective], apart_us: float | None) -> Pairs:
     """Return the run whose ends coincide on clocks that are so far apart, or equal if that is unknown; else the best run."""
-    if not first or not second:
-        return []
     tokens, others = [_token(c) for c in first], [_token(c) for c in second]
     middle = len(first) // 2
     at_us = first[middle].end_us - (apart_us or 0.0)
@@ -267,8 +267,6 @@ def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollecti
 
     `distance_us` is the offset of the clocks beside the run, if known: the ends must agree with it, except for lost events.
     """
-    if not first or not second:
-        return []
     tokens, others = [_token(c) for c in first], [_token(c) for c in second]
     if tokens == others and distance_us is None:
         whole = [(i, i) for i in range(len(first))]

@@ -69,7 +69,7 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
     """Return the layout of a linear with a DTensor weight, or why it is unknown."""
     weight = linear.weight
     assert isinstance(weight, DTensor)
-    if is_by_torchtitan(linear):
+    if _is_by_torchtitan(linear):
         return BY_TORCHTITAN
     mesh = tensor_parallel_mesh(linear)
     if mesh is None:
@@ -96,10 +96,10 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
 
 def is_split(linear: nn.Linear) -> bool:
     """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
-    return bool(_meshes_of(linear)) or is_by_torchtitan(linear)
+    return bool(_meshes_of(linear)) or _is_by_torchtitan(linear)
 
 
-def is_by_torchtitan(module: nn.Module) -> bool:
+def _is_by_torchtitan(module: nn.Module) -> bool:
     """Return whether torchtitan 0.3 spread a module over ranks: its forward is a function within `Module.parallelize`."""
     return {"parallel_dims", "fn"} <= closure_of(vars(module).get("forward")).keys()
 
