@@ -13,6 +13,7 @@ import msgspec
 from counterpoint.errors import StepError, shown, shown_path
 from counterpoint.machine import DEFAULT_MACHINE, Machine, load_machine, machine_for_device
 from counterpoint.sim.calibration import load_calibration
+from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Step
 from counterpoint.traces import TracedStep, read_trace
 from counterpoint.traces.formats import SUFFIXES_IN_WORDS, is_trace
@@ -33,13 +34,18 @@ class Job(Value, frozen=True, kw_only=True):
     machine: Machine
     traced: TracedStep | None = None
 
-    def calibrated(self, path: Path | str | None) -> "Job":
-        """Return the job with the simulator's constants from a file; None: with those of its GPU. Raises `MachineError`."""
-        if path is None:
-            return self
-        machine = msgspec.structs.replace(self.machine, calibration=str(path))
-        load_calibration(machine)
-        return msgspec.structs.replace(self, machine=machine)
+    def to_simulate(self, calibration: Path | str | None) -> "Job":
+        """Return the job with the simulator's constants from a file, or with those of its GPU; if it was traced, with the
+        waits of its collectives that the simulator finds with them (`sim.traced_waits`).
+
+        Raises `MachineError` for the file, and what `Simulator.run` raises for a traced step.
+        """
+        machine = self.machine
+        if calibration is not None:
+            machine = msgspec.structs.replace(machine, calibration=str(calibration))
+            load_calibration(machine)
+        step = self.step if self.traced is None else with_waits(self.traced.step, self.traced.timeline, machine)
+        return msgspec.structs.replace(self, step=step, machine=machine)
 
 
 def load_job(

@@ -107,8 +107,8 @@ STEP = counterpoint.load_workload("cb_ar_opt2")
 H200 = counterpoint.load_machine("h200")
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: counterpoint.tune("cb_ar_opt2"), "found 'cb_ar_opt2'. Load it: tune(load_workload"),
-    (lambda: counterpoint.tune(counterpoint.read_trace(TRACES / "moe.rank0.json.gz")), "TracedStep. Pass its step"),
-    (lambda: counterpoint.tune(None), "found None. Pass what load_workload returns"),
+    (lambda: counterpoint.tune(counterpoint.read_trace(TRACES / "moe.rank0.json.gz")), "tune needs a Machine; found None"),
+    (lambda: counterpoint.tune(None), "found None. Pass what load_workload or read_trace"),
     (lambda: counterpoint.tune(STEP), "tune needs a Machine; found None. Load it: tune(step, load_machine('h200'))."),
     (lambda: counterpoint.tune(STEP, "mi300x"), "found 'mi300x'. Load it: tune(step, load_machine('mi300x'))."),
     (lambda: counterpoint.tune(STEP, H200, counterpoint.Simulator), "an executor; found a value of type ABCMeta."),

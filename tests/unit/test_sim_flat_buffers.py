@@ -96,29 +96,36 @@ def test_each_bucket_of_a_trace_has_the_kernels_that_fill_it() -> None:
 
 
 def test_buckets_are_copied_back_after_the_last_one_if_all_sizes_fit() -> None:
-    before = [named(MULTIPLIED), named("other"), named(MULTIPLIED), bucket(2), named(MULTIPLIED), bucket(4)]
+    before = [named(MULTIPLIED), named("other"), named(MULTIPLIED), bucket(2), named("other"), named(MULTIPLIED), bucket(5)]
     back = [copy_back(16 * MIB), copy_back(48 * MIB), copy_back(64 * MIB)]
-    assert FlatBuffers(step_of(*before, *back)).copies_of == {3: (0, 2, 6, 7), 5: (4, 8)}
-    assert FlatBuffers(step_of(*before, *back[1:])).copies_of == {3: (0, 2), 5: (4,)}
+    assert FlatBuffers(step_of(*before, *back)).copies_of == {3: (0, 2, 7, 8), 6: (5, 9)}
+    assert FlatBuffers(step_of(*before, *back[1:])).copies_of == {3: (0, 2), 6: (5,)}
     own = [named(MULTIPLIED) for _ in range(4)]  # the job's own, before the second bucket's
-    with_own = [*before[:4], *own, named(MULTIPLIED), bucket(8)]
+    with_own = [*before[:5], *own, named(MULTIPLIED), bucket(9)]
     assert FlatBuffers(step_of(*with_own)).copies_of == {3: (0, 2)}
 
 
 def test_only_the_first_of_several_all_reduces_after_one_kernel_has_a_bucket() -> None:
     """The others send something else, such as a loss; each waits for the kernel that was issued last."""
-    step = step_of(named(MULTIPLIED), bucket(0), bucket(0), bucket(0), named(MULTIPLIED), bucket(4))
-    assert FlatBuffers(step).copies_of == {1: (0,), 5: (4,)}
+    filled = [named("other"), named(MULTIPLIED)]
+    step = step_of(*filled, bucket(1), bucket(1), bucket(1), *filled, bucket(6))
+    assert FlatBuffers(step).copies_of == {2: (1,), 7: (6,)}
+
+
+def test_a_job_that_only_multiplies_has_no_buckets() -> None:
+    """The gradients of a bucket come from other kernels."""
+    step = step_of(*[named(MULTIPLIED)] * 3, bucket(2), *[named(MULTIPLIED)] * 3, bucket(6))
+    assert not FlatBuffers(step).copies_of
 
 
 def test_without_buckets_gradients_are_averaged_where_they_are() -> None:
-    step = step_of(named(MULTIPLIED), bucket(0), copy_back(64 * MIB))
-    timeline = Simulator().run(step, H200, plan_of({1: BY_COPIES}))
+    step = step_of(named("other"), named(MULTIPLIED), bucket(1), copy_back(64 * MIB))
+    timeline = Simulator().run(step, H200, plan_of({2: BY_COPIES}))
     times_us = {each.operation: each.end_us - each.start_us for each in timeline.intervals}
-    assert times_us[0] < 0.1
-    assert times_us[2] < 0.1
-    kept = Simulator().run(step, H200, LEAVE_IT)
-    assert kept.intervals[0].end_us - kept.intervals[0].start_us == pytest.approx(100, rel=0.05)
+    assert times_us[1] < 0.1
+    assert times_us[3] < 0.1
+    kept = {each.operation: each for each in Simulator().run(step, H200, LEAVE_IT).intervals}
+    assert kept[1].end_us - kept[1].start_us == pytest.approx(100, rel=0.05)
 
 
 def test_what_the_job_itself_moved_by_copies_keeps_its_kernel() -> None:
@@ -131,14 +138,18 @@ def test_small_buckets_are_joined_until_copies_pay() -> None:
     """DDP's default buckets on 8 GPUs have 3 MiB from each rank; those of a model of two of them stay with the library."""
 
     def of_buckets(number: int) -> Step:
-        filled = (each for index in range(number) for each in (named(MULTIPLIED), bucket(2 * index, num_bytes=25 * MIB)))
+        filled = (
+            each
+            for index in range(number)
+            for each in (named("other"), named(MULTIPLIED), bucket(3 * index + 1, num_bytes=25 * MIB))
+        )
         operations = [
             msgspec.structs.replace(each, group_size=8) if isinstance(each, Collective) else each for each in filled
         ]
         return step_of(*operations)
 
     (candidate,) = propose_transports(of_buckets(4), H200).candidates
-    assert candidate.directives[0].match.operations == (1, 3, 5, 7)
+    assert candidate.directives[0].match.operations == (2, 5, 8, 11)
     found = propose_transports(of_buckets(1), H200)
     assert not found.candidates
     assert "it sums less than 4 MiB from each rank" in found.refusals[0].reason

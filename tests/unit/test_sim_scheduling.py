@@ -340,5 +340,13 @@ def test_a_stream_keeps_its_order_with_the_usual_gap() -> None:
     assert spans(Simulator().run(step, toy(1), LEAVE_IT)) == [(0, 10), (11.25, 21.25)]
 
 
+@pytest.mark.parametrize(("device_name", "gap_us"), [(None, 1.25), ("NVIDIA H200", DEPENDENCY_LATENCY_US)])
+def test_a_collective_of_a_job_follows_another_one_later_than_a_kernel_would(device_name: str | None, gap_us: float) -> None:
+    step = step_of(all_reduce(10.0), all_reduce(10.0))
+    step = msgspec.structs.replace(step, launch_gap_us=1.25, device_name=device_name)
+    (_, end_us), (start_us, _) = spans(Simulator().run(step, H200, LEAVE_IT))
+    assert start_us - end_us == pytest.approx(gap_us)
+
+
 def test_an_operation_does_not_start_before_the_host_issued_it() -> None:
     assert spans(simulate(toy(1), kernel(1, 10.0, issued_us=7.5))) == [(7.5, 17.5)]

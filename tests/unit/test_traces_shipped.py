@@ -130,7 +130,7 @@ def test_only_the_launch_bound_trace_keeps_issue_times() -> None:
     assert issued.pop("tp.rank0") > 360
     assert set(issued.values()) == {0}
     (note,) = [note for note in traced("tp.rank0").notes if "launch-bound" in note]
-    assert note == "The GPU waits for launches by the CPU during 43.3 % of the step (launch-bound)."
+    assert note.startswith("The GPU waits for launches by the CPU during 43.3 % of the step (launch-bound). Without")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.replay import compare_replay
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
+from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Collective, Operation, Step
 
 OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
@@ -51,9 +52,11 @@ def find_recoverable(
     The job was read from `source`, by a user's rules if `has_own_rules` is set, and for the machine that the user named, or
     None. Raises `AnalysisError` if the replay differs so much from the trace that simulated gains say nothing.
     """
-    job = replace(job, step=_without_waits(job.step, analysis, source))
     machine = () if machine_name is None else ("--machine", machine_name)
     traced = None if job.traced is None else job.traced.timeline
+    if job.traced is not None:
+        known = _without_waits(job.traced.step, analysis, source)
+        job = replace(job, step=with_waits(known, job.traced.timeline, job.machine))
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     replay = None if traced is None else compare_replay(traced, tuning.baseline)
     if replay is not None and (why := replay.why_unusable()):

@@ -58,7 +58,7 @@ def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tup
 
     described = load_cluster(cluster).cluster
     instead = f"Name a machine of that GPU as machine in [cluster] of {shown_path(cluster)}"
-    job = load_job(step, described.machine, instead=instead)
+    job = load_job(step, described.machine, instead=instead).to_simulate(None)
     extended = extend_step(job.step, described.load(), ranks)
     if not extended.is_changed:
         return job, extended.assumptions

@@ -96,7 +96,7 @@ def tune(
         run_and_leave(lambda: _tune_function(step, machine, output, is_json))
     count = itertools.count(1)
     with ProgressLine(is_shown=not is_json) as show:
-        job = load_job(step, machine, reading(show, step)).calibrated(calibration)
+        job = load_job(step, machine, reading(show, step)).to_simulate(calibration)
 
         def on_trial(trial: "Trial") -> None:
             show(f"simulated {format_count(next(count), 'candidate')}; now: {trial.label[:60]}")
@@ -177,10 +177,10 @@ def simulate(
     assumed: tuple[str, ...] = ()
     if cluster is None:
         with ProgressLine(is_shown=not is_json) as show:
-            job = load_job(step, machine, reading(show, step)).calibrated(calibration)
+            job = load_job(step, machine, reading(show, step)).to_simulate(calibration)
     else:
         job, assumed = extended_job(step, cluster, ranks)
-        job = job.calibrated(calibration)
+        job = job.to_simulate(calibration)
     simulated = Simulator().run(job.step, job.machine, chosen)
     remarks = (*assumed, *review_plan(job.step, job.machine, chosen))
     if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:

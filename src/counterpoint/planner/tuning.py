@@ -27,11 +27,20 @@ def tune(
 
 
 @overload
+def tune(
+    step: TracedStep,
+    machine: Machine,
+    executor: AbstractExecutor | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+) -> Tuning: ...
+
+
+@overload
 def tune(step: Callable[[], object], machine: Machine | None = None) -> "Applied": ...
 
 
 def tune(
-    step: Step | Callable[[], object],
+    step: Step | TracedStep | Callable[[], object],
     machine: Machine | None = None,
     executor: AbstractExecutor | None = None,
     on_trial: Callable[[Trial], None] | None = None,
@@ -42,11 +51,17 @@ def tune(
 
     A `Step` runs on `executor` for `machine`; the default executor is the simulator, and the result is a `Tuning` that
     holds the plan. `traced`, a traced step's timeline, is used to check the executor: a gain within its error is
-    UNKNOWN. A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
+    UNKNOWN. A `TracedStep` brings this timeline along, which also says how long its collectives waited for other ranks.
+    A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
     plan applied; all ranks call this together. Raises `ArgumentError` for a step without a machine or for any other
     argument, and what `planner.on_gpu` raises.
     """
     _check_arguments(step, machine, executor)
+    if isinstance(step, TracedStep):
+        from counterpoint.sim.traced_waits import with_waits  # noqa: PLC0415  a function is tuned without it
+
+        assert machine is not None, "checked above"
+        traced, step = step.timeline, with_waits(step.step, step.timeline, machine)
     if not isinstance(step, Step):
         try:
             from counterpoint.planner.on_gpu import tune_step_function  # noqa: PLC0415  needs torch
@@ -62,17 +77,13 @@ def tune(
 
 
 def _check_arguments(step: object, machine: object, executor: object) -> None:
-    if isinstance(step, TracedStep):
-        remedy = "Pass its step: tune(traced.step, load_machine('h200'))."
-    elif isinstance(step, str):
-        remedy = (
-            "Load it: tune(load_workload(...), load_machine('h200')), or tune(read_trace(...).step, load_machine('h200'))."
-        )
+    if isinstance(step, str):
+        remedy = "Load it: tune(load_workload(...), load_machine('h200')), or tune(read_trace(...), load_machine('h200'))."
     else:
-        remedy = "Pass what load_workload returns, the step of what read_trace returns, or a function that runs a step."
+        remedy = "Pass what load_workload or read_trace returns, or a function that runs a step."
     if not callable(step):
-        require_kind(step, Step, "tune takes a Step or a function without arguments", remedy)
-    if machine is not None or isinstance(step, Step):
+        require_kind(step, (Step, TracedStep), "tune takes a Step or a function without arguments", remedy)
+    if machine is not None or not callable(step):
         name = shown(machine) if isinstance(machine, str) else "h200"
         require_kind(machine, Machine, "tune needs a Machine", f"Load it: tune(step, load_machine('{name}')).")
     if executor is not None:

@@ -15,6 +15,17 @@ from counterpoint.units import format_bytes, format_count, format_numbers
 MARGIN = 4.0
 
 
+def measures_collective(collective: Collective, machine: Machine) -> bool:
+    """Return whether the library's kernels for such a collective were measured on the machine's own GPU.
+
+    A send and receive among more than two ranks takes other times than between two, which were measured.
+    """
+    calibration = load_calibration(machine)
+    is_own = calibration.device_name in machine.device_names and (collective.library, collective.transport) == ("nccl", "sm")
+    is_pair = collective.collective != "send_recv" or collective.group_size == 2
+    return is_own and is_pair and not _why_no_collective(collective, calibration)
+
+
 def outside_calibration(step: Step, machine: Machine) -> tuple[str, ...]:
     """Return why operations of the step are outside the measured range, each reason once; nothing for a GPU that was
     never calibrated, because a report states that once for the whole step.

@@ -6,7 +6,8 @@ them. `fsdp2.use_copy_engines` moves both without those buffers. A trace tells t
 
 DDP multiplies every gradient into a bucket, and the bucket's all-reduce waits for the last of these kernels. Unless
 gradients are views of buckets, DDP copies them back at the end. `ddp.register` averages them where they are. A job may
-multiply by numbers itself, so a bucket's kernels only count if they take no longer than such kernels should.
+multiply by numbers itself, so a bucket's kernels only count if they take no longer than such kernels should, and if
+other kernels, which make the gradients, run between them.
 """
 
 import re
@@ -46,8 +47,7 @@ class FlatBuffers:
                         self.widened.add(number)
                 elif operation.collective == "all_reduce" and MULTIPLIED.search(name):
                     start = max((kernels[-1] for kernels in buckets.values()), default=-1) + 1
-                    found = range(start, wait.operation + 1)
-                    if kernels := tuple(each for each in found if MULTIPLIED.search(step.operations[each].name)):
+                    if kernels := self._multiplied(start, wait.operation):
                         buckets[number] = kernels
         back = self._out_of_buckets(list(buckets))
         self.bucket_bytes = sum(self._num_bytes(number) for number in buckets)
@@ -68,6 +68,12 @@ class FlatBuffers:
         everything = sorted(number for line in gathers.values() for number in line)
         nearest = min((everything, *gathers.values()), key=lambda line: abs(len(line) - len(kernels)))
         return _in_order(nearest, kernels) if kernels and abs(len(nearest) - len(kernels)) <= MOST_CUT else {}
+
+    def _multiplied(self, first: int, last: int) -> tuple[int, ...]:
+        """Return the kernels from `first` to `last` that multiply; none if no other kernel is there to make gradients."""
+        kernels = [each for each in range(first, last + 1) if isinstance(self._step.operations[each], Kernel)]
+        found = [each for each in kernels if MULTIPLIED.search(self._step.operations[each].name)]
+        return tuple(found) if len(found) < len(kernels) else ()
 
     def _only_filled(self, buckets: dict[int, tuple[int, ...]]) -> list[int]:
         """Return the buckets whose kernels do nothing else, by their times."""

@@ -273,7 +273,8 @@ def _notes_on_times(trace: ActivityTrace, lone: LoneTimes, issue: IssueTimes) ->
     notes = []
     if issue.late_share > LAUNCH_BOUND_SHARE:
         notes.append(
-            f"The GPU waits for launches by the CPU during {format_percent(issue.late_share)} of the step (launch-bound)."
+            f"The GPU waits for launches by the CPU during {format_percent(issue.late_share)} of the step (launch-bound). "
+            "Without the profiler it may wait less, because each launch takes longer under it."
         )
     if lone.num_estimated:
         how = (

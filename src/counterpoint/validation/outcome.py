@@ -17,6 +17,7 @@ from counterpoint.measurement.tournament import WARM_UP_ROUNDS
 from counterpoint.metrics import measure
 from counterpoint.plan import Plan
 from counterpoint.sim import Simulator
+from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Copy, Kernel, Operation, Step
 from counterpoint.traces import read_trace
 from counterpoint.traces.classify import classify_kernel, ctas_per_cluster, matmul_type
@@ -71,7 +72,7 @@ def _validate(path: Path, measured: MeasuredSet) -> Outcome:
     for found in measured.cases:
         for origin in ORIGINS:
             try:
-                step = _step_of(origin, cases[found.name], found, path)
+                step = _step_of(origin, cases[found.name], found, path, machine)
                 if step is not None:
                     rows[origin].extend(_predict(step, machine, found, _rows_for(origin, found), cases[found.name].family))
             except CounterpointError as problem:
@@ -90,15 +91,15 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
     return OriginOutcome(origin=origin, figures=tuple(figures_of(rows, model) for model in MODELS), rows=tuple(rows))
 
 
-def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path) -> Step | None:
+def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path, machine: Machine) -> Step | None:
     """Return the step that predictions of this origin start from; None if the case has none."""
     if origin != "traces":
         return _launched_step(origin, case, measured)
     if measured.trace is None:
         return None
-    step = read_trace(trace_path(path, measured.trace)).step
-    places_of(case, step)  # raises if the plans, which were made for the captured step, mean other operations here
-    return step
+    traced = read_trace(trace_path(path, measured.trace))
+    places_of(case, traced.step)  # raises if the plans, which were made for the captured step, mean other operations here
+    return with_waits(traced.step, traced.timeline, machine)
 
 
 def _launched_step(origin: CapturedOrigin, case: Case, measured: MeasuredCase) -> Step:

@@ -1,0 +1,112 @@
+"""The waits of a traced step's collectives are those with which it is simulated as it ran."""
+
+import pytest
+
+from counterpoint.machine import load_machine
+from counterpoint.metrics import measure
+from counterpoint.plan import LEAVE_IT
+from counterpoint.planner import tune
+from counterpoint.planner.replay import compare_replay
+from counterpoint.sim import Simulator
+from counterpoint.sim.traced_waits import with_waits
+from counterpoint.step import Collective, CollectiveKind, Dependency, Footprint, Kernel, Step
+from counterpoint.traces import read_trace
+from counterpoint.units import MIB
+from helpers.command import TRACES
+
+H200 = load_machine("h200")
+ALONE_US = Simulator().lone_times_us(
+    Step(
+        name="alone",
+        num_ranks=2,
+        operations=(Collective(name="nccl", stream=1, collective="all_reduce", num_bytes=128 * MIB, group_size=2),),
+    ),
+    H200,
+)[0]
+
+
+def traced(
+    *collectives: tuple[float, float], kind: CollectiveKind = "all_reduce", num_ranks: int = 2, library: str = "nccl"
+) -> Step:
+    """Kernels, each with a collective behind it on another stream, of these lone times and waits."""
+    footprint = Footprint(num_ctas=1320, threads_per_cta=128, registers_per_thread=64)
+    operations: list[Kernel | Collective] = []
+    for lone_us, wait_us in collectives:
+        operations.append(
+            Kernel(name="multiply", stream=0, footprint=footprint, character="streaming", hbm_bytes=0, lone_us=400.0)
+        )
+        operations.append(
+            Collective(
+                name="ncclDevKernel",
+                stream=1,
+                collective=kind,
+                num_bytes=128 * MIB,
+                group_size=num_ranks,
+                library=library,
+                lone_us=lone_us,
+                peer_wait_us=wait_us,
+                waits_for=(Dependency(operation=len(operations) - 1),),
+            )
+        )
+    return Step(name="traced", num_ranks=num_ranks, operations=tuple(operations), device_name="NVIDIA H200")
+
+
+def waits_us(step: Step) -> list[float]:
+    return [each.peer_wait_us for each in step.collectives().values()]
+
+
+def test_waits_that_were_supposed_too_long_are_corrected() -> None:
+    truth = traced((ALONE_US, 0.0), (ALONE_US, 150.0), (ALONE_US, 40.0))
+    timeline = Simulator().run(truth, H200, LEAVE_IT)
+    supposed = traced((ALONE_US, 200.0), (ALONE_US, 350.0), (ALONE_US, 300.0))
+    found = with_waits(supposed, timeline, H200)
+    assert waits_us(found) == pytest.approx([0.0, 150.0, 40.0], abs=15)
+    before, after = (compare_replay(timeline, Simulator().run(step, H200, LEAVE_IT)) for step in (supposed, found))
+    assert abs(before.makespan_error) > 0.1
+    assert abs(after.makespan_error) < 0.01
+
+
+def test_waits_that_agree_with_the_trace_stay() -> None:
+    step = traced((ALONE_US, 0.0), (ALONE_US, 150.0))
+    found = with_waits(step, Simulator().run(step, H200, LEAVE_IT), H200)
+    assert waits_us(found) == pytest.approx([0.0, 150.0], abs=0.01)
+
+
+@pytest.mark.parametrize(("times", "is_taken"), [(0.8, False), (1.5, True), (2.5, False)])
+def test_bytes_say_the_time_alone_unless_the_trace_contradicts_them(times: float, is_taken: bool) -> None:
+    step = traced((times * ALONE_US, 10.0))
+    found = with_waits(step, Simulator().run(step, H200, LEAVE_IT), H200).collective(1)
+    assert found.lone_us == pytest.approx(ALONE_US if is_taken else times * ALONE_US)
+    assert (found.lone_us or 0.0) + found.peer_wait_us <= times * ALONE_US + 10.0 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("step", "machine"),
+    [
+        (traced((1.5 * ALONE_US, 10.0), library="counterpoint"), "h200"),
+        (traced((1.5 * ALONE_US, 10.0), kind="send_recv", num_ranks=4), "h200"),
+        (traced((1.5 * ALONE_US, 10.0), num_ranks=16), "h200"),
+        (traced((1.5 * ALONE_US, 10.0)), "a100"),
+    ],
+    ids=["another library", "a peer of several", "several nodes", "a GPU that was not measured"],
+)
+def test_bytes_say_nothing_about_what_was_not_measured(step: Step, machine: str) -> None:
+    on = load_machine(machine)
+    found = with_waits(step, Simulator().run(step, on, LEAVE_IT), on)
+    assert found.collective(1).lone_us == 1.5 * ALONE_US
+
+
+@pytest.mark.parametrize("name", ["ddp.rank0", "fsdp2.rank0", "moe.rank0", "starved.rank0", "tp.rank0"])
+def test_no_shipped_trace_replays_worse(name: str) -> None:
+    read = read_trace(TRACES / f"{name}.json.gz")
+    steps = (read.step, with_waits(read.step, read.timeline, H200))
+    errors = [compare_replay(read.timeline, Simulator().run(step, H200, LEAVE_IT)).error for step in steps]
+    assert errors[1] <= errors[0] + 0.001
+
+
+def test_tune_takes_a_traced_step_and_the_waits_of_its_timeline() -> None:
+    read = read_trace(TRACES / "starved.rank0.json.gz")
+    tuning = tune(read, H200)
+    replayed = Simulator().run(with_waits(read.step, read.timeline, H200), H200, LEAVE_IT)
+    assert measure(tuning.baseline) == measure(replayed)
+    assert tuning.plan.verdict == "GAIN"
