@@ -109,7 +109,7 @@ def serial() -> Pair:
 
         return step
 
-    return Pair("issue each all_reduce on a stream of its own", step_as(beside=False), step_as(beside=True))
+    return Pair("issue each all_reduce on a separate stream", step_as(beside=False), step_as(beside=True))
 
 
 def fsdp2() -> Pair:

@@ -12,6 +12,10 @@ FOLDER = Path(__file__).parents[1] / "data" / "recovered_time"
 WITHIN = 0.3
 
 
+def test_the_analysis_names_every_change_as_the_benchmark_does() -> None:
+    assert all(row["simulated_ms"] > 0 for row in compare(FOLDER))
+
+
 @pytest.mark.parametrize("job", ["starved", "tp8b"])
 def test_what_is_promised_is_within_30_percent_of_the_quartiles_of_what_was_recovered(job: str) -> None:
     row = next(row for row in compare(FOLDER) if row["job"] == job)
