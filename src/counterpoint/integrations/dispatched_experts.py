@@ -3,7 +3,7 @@
 While the switch is on, the dispatcher only sorts a rank's tokens by expert, and adds up results, as without expert
 parallelism. In between one operator sends tokens, multiplies them as they arrive, and brings results back. Code under
 torch.compile keeps torchtitan's own functions, because a block is one graph there and the operator's host waits for counts.
-Read and run on CPUs with torchtitan 0.3.0; it has not run on GPUs.
+Read and run with torchtitan 0.3.0, on 2 and 4 H200s with its backend `partial_dtensor`.
 """
 
 import sys
