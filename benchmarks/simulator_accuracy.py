@@ -12,7 +12,7 @@ def replays() -> list[Comparison]:
     """The makespan of each shipped trace, as traced and as replayed without any control."""
     found = []
     for path in shipped_traces():
-        job = load_job(str(path))
+        job = load_job(str(path)).to_simulate(None)
         assert job.traced is not None, "a trace was loaded"
         simulated = measure(Simulator().run(job.step, job.machine, LEAVE_IT)).makespan_us
         found.append(Comparison(path.name, "makespan", measure(job.traced.timeline).makespan_us, simulated))

@@ -34,7 +34,7 @@ def _run(*command: str) -> Callable[[], object]:
 def main() -> None:
     is_stored = asks_to_write(__doc__)
     trace = str(ROOT / "examples" / "traces" / "ddp.rank0.json.gz")
-    job = load_job(trace)
+    job = load_job(trace).to_simulate(None)
     simulator = Simulator()
     interpreter_s = seconds(_run(sys.executable, "-c", "pass"))
     asked_and_found = {

@@ -36,7 +36,7 @@ def simulate_all() -> dict[str, Stored]:
 
 
 def _run(source: str, plan: Plan) -> Timeline:
-    job = load_job(source)
+    job = load_job(source).to_simulate(None)
     return Simulator().run(job.step, job.machine, plan)
 
 
