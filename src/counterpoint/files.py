@@ -60,7 +60,7 @@ def read_limited(path: Path | str, error: type[CounterpointError], remedy: str) 
             raw += piece
     except MemoryError as problem:
         raise error(f"{shown_path(path)} is too large for the memory of this machine; {remedy}.") from problem
-    return raw[len(UTF8_MARK) :] if raw.startswith(UTF8_MARK) else raw
+    return raw
 
 
 def read_pieces(
@@ -72,28 +72,37 @@ def read_pieces(
     is_unpacked: bool,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[bytes]:
-    """Yield the bytes of a file or pipe, `most` at most, piece by piece in bounded memory; with `is_unpacked`, gzip is
-    unpacked.
+    """Yield the bytes of a file or pipe without a byte-order mark, `most` at most, piece by piece in bounded memory; with
+    `is_unpacked`, gzip is unpacked.
 
     `on_progress` gets the number of bytes read from the file as stored, and the file's size (0 for a pipe). Raises what
     `read_limited` raises, after the pieces that came before. For damaged gzip the cause is the decoder's own error.
     """
     try:
         with _Source(path, error, most, on_progress) as source:
-            head = source.read(len(GZIP_MAGIC))
+            head = source.read(len(UTF8_MARK))
             source.put_back(head)
-            if is_unpacked and head == GZIP_MAGIC:
+            if is_unpacked and head.startswith(GZIP_MAGIC):
                 source.limit(min(most, MAX_PACKED_BYTES), "compressed bytes")
-                yield from _unpacked(path, source, error, most)
+                yield from _without_mark(path, _unpacked(path, source, error, most), error)
             else:
-                while piece := source.read(PIECE_BYTES):
-                    yield piece
+                yield from _without_mark(path, iter(lambda: source.read(PIECE_BYTES), b""), error)
     except OSError as problem:
         raise error(f"Cannot read {shown_path(path)}: {problem.strerror}; {remedy}.") from problem
     except ValueError as problem:
         if isinstance(problem, CounterpointError):
             raise
         raise error(f"Cannot read {shown_path(path)}: {problem}; {remedy}.") from problem
+
+
+def _without_mark(path: Path | str, pieces: Iterator[bytes], error: type[CounterpointError]) -> Iterator[bytes]:
+    """Yield the pieces without the mark of UTF-8; refuse text whose mark says UTF-16."""
+    first = next(pieces, b"")
+    if first.startswith(UTF16_MARKS):
+        raise error(f"{shown_path(path)} is UTF-16 text, as PowerShell's redirection writes it; save it as UTF-8.")
+    if rest := first.removeprefix(UTF8_MARK):
+        yield rest
+    yield from pieces
 
 
 def is_pipe(path: Path | str) -> bool:

@@ -33,6 +33,20 @@ def failure(path: Path | str, read: Callable[[], object] | None = None) -> str:
     return message
 
 
+def whole(path: Path) -> bytes:
+    return bytes(read_limited(path, PlanError, "-"))
+
+
+@pytest.mark.parametrize("read", [whole, unpacked])
+def test_a_mark_of_the_encoding_is_left_out_or_refused_by_name(tmp_path: Path, read: Callable[[Path], bytes]) -> None:
+    path = tmp_path / "plan.toml"
+    for text in (b"a = 1", b""):
+        path.write_bytes(b"\xef\xbb\xbf" + text)
+        assert read(path) == text
+    path.write_bytes("a = 1".encode("utf-16"))
+    assert "is UTF-16 text, as PowerShell's redirection writes it; save it as UTF-8." in failure(path, lambda: read(path))
+
+
 def bomb(path: Path, unpacked_bytes: int) -> Path:
     """Many members of spaces: quickly made, and unpacked as one."""
     path.write_bytes(gzip.compress(b" " * (16 * MIB), mtime=0) * (unpacked_bytes // (16 * MIB)))

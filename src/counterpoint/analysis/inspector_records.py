@@ -10,7 +10,6 @@ from typing import Annotated
 
 import msgspec
 
-from counterpoint.files import UTF8_MARK
 from counterpoint.units import MIB, format_count, format_numbered
 
 MAX_RECORD_BYTES = MIB  # a verbose record of 64 channels has some 20 KiB
@@ -138,11 +137,9 @@ def left_out(count: int) -> str:
 
 def _split(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file; a line that is longer than any record comes in parts."""
-    rest, is_first = b"", True
+    rest = b""
     for piece in pieces:
         rest += piece
-        if is_first:
-            rest, is_first = rest.removeprefix(UTF8_MARK), False
         *lines, rest = rest.split(b"\n")
         yield from lines
         if len(rest) > MAX_RECORD_BYTES:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from counterpoint.errors import CounterpointError, TraceError
-from counterpoint.files import REMEDY, UTF8_MARK, UTF16_MARKS
+from counterpoint.files import REMEDY
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.units import MIB, format_bytes
 from counterpoint.value import require
@@ -131,13 +131,8 @@ class EventStream:
         """Read until the events begin; return whether they do."""
         found = None
         while found is None and (piece := self._more()):
-            require(
-                bool(self._rest) or not piece.startswith(UTF16_MARKS),
-                TraceError,
-                f"{self.path} is UTF-16 text, as PowerShell's redirection writes it; save it as UTF-8.",
-            )
             begin = max(0, len(self._rest) - 100)
-            self._rest = self._rest + piece if self._rest else piece.removeprefix(UTF8_MARK)
+            self._rest += piece
             found = _EVENTS.search(self._rest, begin)
             require(
                 found is not None or len(self._rest) <= MOST_AROUND_BYTES,

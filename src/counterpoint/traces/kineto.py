@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from counterpoint.errors import TraceError, shown
-from counterpoint.files import REMEDY, UTF8_MARK
+from counterpoint.files import REMEDY
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import MAX_RANKS
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
@@ -50,7 +50,7 @@ class _Correlation(msgspec.Struct, gc=False):
 
 def knows(head: bytes) -> bool:
     """Return whether a file that begins with these bytes is JSON, as this format is."""
-    return head.removeprefix(UTF8_MARK).lstrip()[:1] in (b"{", b"[")
+    return head.lstrip()[:1] in (b"{", b"[")
 
 
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import torch
-import torch.distributed as dist
 from cuda.bindings import driver as cu
 
 from counterpoint.cuda.driver import check, pci_bus_id
@@ -111,8 +110,8 @@ def run_probes(
 
     Rank 0's `is_done` and `only` count. Raises `DeviceError` if a rank is gone or failed alone, or if a GPU is throttled.
     """
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     status = open_exchange("calibration", STATUS_LIMIT_S)
+    rank, num_ranks = status.rank, status.num_ranks
     left = [probe for probe in probes(nvml) if num_ranks >= probe.least_ranks]
     chosen = [probe for probe in left if (probe.name in only if only else probe.label(num_ranks) not in is_done)]
     wanted = [probe.label(num_ranks) for probe in chosen]
