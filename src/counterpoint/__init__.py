@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from counterpoint.cuda.capture import capture as capture
     from counterpoint.planner import Tuning, tune
     from counterpoint.sim import Simulator
+    from counterpoint.sim.traced_waits import with_waits
     from counterpoint.traces import TracedStep, read_trace
     from counterpoint.workloads import load_workload, workload_names
 
@@ -89,6 +90,7 @@ __all__ = [  # names that need a GPU package are left out, so that `import *` al
     "share_of_ideal",
     "step",
     "tune",
+    "with_waits",
     "workload_names",
 ]
 __all__ += controls.__all__
@@ -103,6 +105,7 @@ _LAZY = MappingProxyType(
         "load_workload": "counterpoint.workloads",
         "read_trace": "counterpoint.traces",
         "tune": "counterpoint.planner",
+        "with_waits": "counterpoint.sim.traced_waits",
         "workload_names": "counterpoint.workloads",
     }
 )

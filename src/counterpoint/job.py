@@ -35,8 +35,8 @@ class Job(Value, frozen=True, kw_only=True):
     traced: TracedStep | None = None
 
     def to_simulate(self, calibration: Path | str | None) -> "Job":
-        """Return the job with the simulator's constants from a file, or with those of its GPU; if it was traced, with the
-        waits of its collectives that the simulator finds with them (`sim.traced_waits`).
+        """Return the job as it is simulated: with the simulator's constants from a file, or with those of its GPU. A traced
+        step gets the waits of its collectives that `sim.traced_waits` finds.
 
         Raises `MachineError` for the file, and what `Simulator.run` raises for a traced step.
         """

@@ -13,10 +13,10 @@ from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT, load_plan, save_plan
 from counterpoint.planner import tune
-from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.summary import summarize_simulation, summarize_tuning
 from counterpoint.report.text import print_step
 from counterpoint.sim import Simulator
+from counterpoint.sim.replay import ReplayAccuracy, compare_replay
 from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
 from counterpoint.timeline import Interval, Timeline
 

@@ -69,6 +69,7 @@ PUBLIC = [
     "share_of_ideal",
     "step",
     "tune",
+    "with_waits",
     "workload_names",
 ]
 

@@ -270,15 +270,19 @@ def test_a_host_that_is_just_ahead_leaves_issue_times_and_one_far_ahead_none(tmp
     assert result.step.launch_gap_us == pytest.approx(2)
 
 
-def test_gaps_that_another_stream_lengthens_are_not_the_launch_gap(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("communicates", "gap_us"), [(True, 2.0), (False, 6.0)])
+def test_gaps_that_another_stream_lengthens_are_not_the_launch_gap(
+    communicates: bool, gap_us: float, tmp_path: Path
+) -> None:
     trace = TraceBuilder()
     trace.step(0, 10_000)
     start_us = 5000.0
-    for number, gap_us in enumerate((6.0, 2.0, 6.0, 7.0)):
+    for number, lasting_us in enumerate((6.0, 2.0, 6.0, 7.0, 0.0)):
         trace.kernel(MATMUL, start_us, 20, host=float(number))
-        start_us += 20 + gap_us
-    trace.kernel(MATMUL, start_us, 20, host=4.0)
-    assert read_trace(trace.write(tmp_path)).step.launch_gap_us == pytest.approx(2)
+        start_us += 20 + lasting_us
+    if communicates:
+        trace.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 5020, 90, stream=9, host=5.0)
+    assert read_trace(trace.write(tmp_path)).step.launch_gap_us == pytest.approx(gap_us)
 
 
 def test_a_peer_to_peer_copy_is_communication(tmp_path: Path) -> None:

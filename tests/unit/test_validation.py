@@ -11,6 +11,7 @@ import pytest
 from benchmarks.conditions import RESULTS
 from benchmarks.fresh_cases import FAMILIES, ORIGINS, cases_of, predicted, table
 from benchmarks.lone_times import table as lone_times
+from benchmarks.validation import table as table_of_outcomes
 
 from counterpoint.errors import WorkloadError
 from counterpoint.machine import load_machine
@@ -376,6 +377,13 @@ def test_fresh_cases_are_none_of_the_set_and_are_predicted_as_stored() -> None:
         from_sizes.append(re.findall(r"([\d.]+)%", described)[:2])
     means, p90s = ("{}, {}, {} and {} %".format(*each) for each in zip(*from_sizes, strict=True))
     assert f"From sizes alone the four files are {means} off ({p90s})" in text
+
+
+def test_the_documented_tables_are_todays() -> None:
+    text = DOCUMENT.read_text()
+    for outcome in validate_files(shipped_measurements()):
+        _, _, *rows = table_of_outcomes([outcome])
+        assert "\n".join(rows) in text, outcome.file
 
 
 def test_the_errors_of_lone_kernels_are_the_documented_ones() -> None:

@@ -20,9 +20,9 @@ from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import PLAN_FILE, Directive, Plan
 from counterpoint.planner.job_changes import find_job_changes
-from counterpoint.planner.replay import compare_replay
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
+from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Collective, Operation, Step
 

@@ -47,7 +47,9 @@ def _check_same_machine(cluster: Path, machine: str) -> None:
         )
 
 
-def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tuple[str, ...]]":
+def extended_job(
+    step: str, cluster: Path, ranks: int | None, calibration: Path | None = None
+) -> "tuple[Job, tuple[str, ...]]":
     """Return the step on the cluster, and remarks: what reading its trace noted, and the assumptions.
 
     A step that is not changed keeps its trace, which holds these notes.
@@ -58,7 +60,7 @@ def extended_job(step: str, cluster: Path, ranks: int | None) -> "tuple[Job, tup
 
     described = load_cluster(cluster).cluster
     instead = f"Name a machine of that GPU as machine in [cluster] of {shown_path(cluster)}"
-    job = load_job(step, described.machine, instead=instead).to_simulate(None)
+    job = load_job(step, described.machine, instead=instead).to_simulate(calibration)
     extended = extend_step(job.step, described.load(), ranks)
     if not extended.is_changed:
         return job, extended.assumptions

@@ -179,8 +179,7 @@ def simulate(
         with ProgressLine(is_shown=not is_json) as show:
             job = load_job(step, machine, reading(show, step)).to_simulate(calibration)
     else:
-        job, assumed = extended_job(step, cluster, ranks)
-        job = job.to_simulate(calibration)
+        job, assumed = extended_job(step, cluster, ranks, calibration)
     simulated = Simulator().run(job.step, job.machine, chosen)
     remarks = (*assumed, *review_plan(job.step, job.machine, chosen))
     if chosen.directives and Simulator().run(job.step, job.machine, LEAVE_IT).intervals == simulated.intervals:

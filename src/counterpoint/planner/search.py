@@ -20,7 +20,7 @@ from counterpoint.planner.candidates import propose
 from counterpoint.planner.contention import find_contention
 from counterpoint.planner.durable import DurableMatches
 from counterpoint.planner.proposal import Candidate, Proposal, proposal
-from counterpoint.planner.replay import compare_replay
+from counterpoint.sim.replay import compare_replay
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us

@@ -51,7 +51,7 @@ def tune(
 
     A `Step` runs on `executor` for `machine`; the default executor is the simulator, and the result is a `Tuning` that
     holds the plan. `traced`, a traced step's timeline, is used to check the executor: a gain within its error is
-    UNKNOWN. A `TracedStep` brings this timeline along, which also says how long its collectives waited for other ranks.
+    UNKNOWN. A `TracedStep` holds this timeline; from it `tune` also finds how long its collectives waited for other ranks.
     A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
     plan applied; all ranks call this together. Raises `ArgumentError` for a step without a machine or for any other
     argument, and what `planner.on_gpu` raises.
@@ -82,7 +82,7 @@ def _check_arguments(step: object, machine: object, executor: object) -> None:
     else:
         remedy = "Pass what load_workload or read_trace returns, or a function that runs a step."
     if not callable(step):
-        require_kind(step, (Step, TracedStep), "tune takes a Step or a function without arguments", remedy)
+        require_kind(step, (Step, TracedStep), "tune takes a Step, a TracedStep or a function without arguments", remedy)
     if machine is not None or not callable(step):
         name = shown(machine) if isinstance(machine, str) else "h200"
         require_kind(machine, Machine, "tune needs a Machine", f"Load it: tune(step, load_machine('{name}')).")

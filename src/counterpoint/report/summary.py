@@ -13,10 +13,10 @@ from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner import Trial, Tuning
 from counterpoint.planner.ideal import Scale, scale_of
 from counterpoint.planner.job_changes import JobChanges, find_job_changes
-from counterpoint.planner.replay import ReplayAccuracy, compare_replay
 from counterpoint.report.to_apply import NOWHERE, Application, PlanOrigin, ways_to_apply
 from counterpoint.sim import Simulator
 from counterpoint.sim.calibrated_range import outside_calibration
+from counterpoint.sim.replay import ReplayAccuracy, compare_replay
 from counterpoint.timeline import Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.validation.bounds import ErrorBounds, bounds_for

@@ -15,7 +15,7 @@ from counterpoint.units import format_bytes, format_count, format_numbers
 MARGIN = 4.0
 
 
-def measures_collective(collective: Collective, machine: Machine) -> bool:
+def is_collective_measured(collective: Collective, machine: Machine) -> bool:
     """Return whether the library's kernels for such a collective were measured on the machine's own GPU.
 
     A send and receive among more than two ranks takes other times than between two, which were measured.

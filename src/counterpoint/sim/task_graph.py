@@ -49,6 +49,7 @@ class TaskGraph:
         self._on_own_stream: dict[str | None, int] = {}  # by process group, the latest collective on its separate stream
         self._held_up: dict[int, list[int]] = {}  # by operation, further tasks that it waits for
         self._racing = racing_collectives(step, effects)
+        self._streams_of_kernels = {each.stream for each in step.operations if isinstance(each, Kernel)}
         self._is_captured = step.is_timed_in_bursts
         for index, operation in enumerate(step.operations):
             self._add(index, operation)
@@ -85,10 +86,10 @@ class TaskGraph:
         for task in self._held_up.get(index, ()):
             waits[task] = self._latency_ps
         for earlier in self._before_on_stream(index, operation):
-            waits[self._awaited[earlier]] = self._gap_before(operation)
+            waits[self._awaited[earlier]] = self._gap_ps_after(earlier, operation)
         if self._effects[index].has_own_stream and isinstance(operation, Collective):
             before = self._on_own_stream.get(operation.process_group)
-            waits |= {} if before is None else {self._awaited[before]: self._gap_ps}
+            waits |= {} if before is None else {self._awaited[before]: self._gap_ps_after(before, operation)}
         late_ps = self._launch_ps if index in self._racing else 0
         waits = {task: delay_ps + late_ps for task, delay_ps in waits.items()}
         issued_ps = us_to_ps(max(0.0, operation.issued_us or 0.0))
@@ -101,13 +102,16 @@ class TaskGraph:
             hold_ps=us_to_ps(self._effects[index].hold_us),
         )
 
-    def _gap_before(self, operation: Operation) -> int:
-        """Return the time after the operation before it on its stream. In a job, libraries of collectives wait for events of
-        other streams between their kernels: collectives of traces follow each other after 3 to 5 us, kernels after 1.5 to 2.
+    def _gap_ps_after(self, earlier: int, operation: Operation) -> int:
+        """Return the time from the end of an operation to the start of the next one on its stream.
+
+        In a job, libraries of collectives wait for events of other streams between two kernels of their own stream: in
+        traces a collective follows another one there after 3 to 5 us, and a kernel another one after 1.5 to 2.
         """
         is_of_job = self._step.device_name is not None and not self._is_captured
-        is_later = is_of_job and isinstance(operation, Collective)
-        return max(self._gap_ps, self._latency_ps) if is_later else self._gap_ps
+        are_collectives = isinstance(operation, Collective) and isinstance(self._step.operations[earlier], Collective)
+        is_own = operation.stream not in self._streams_of_kernels
+        return max(self._gap_ps, self._latency_ps) if is_of_job and are_collectives and is_own else self._gap_ps
 
     def _before_on_stream(self, index: int, operation: Operation) -> list[int]:
         """Return what the operation follows on its stream; several all-reduces by copies may be in flight at once."""

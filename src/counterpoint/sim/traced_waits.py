@@ -2,24 +2,26 @@
 
 A trace says how long a collective took, but not why. Beside its transfer it may have been slowed by computation, it may
 have found no room on some SMs, or it waited for ranks that came later. The simulator knows the first two. So the step is
-simulated without controls, first with the waits that the reader of the trace supposed. They are corrected by how much
-later each collective ended in the trace, and those are kept with which the simulation comes nearest to the trace.
+simulated without controls, first with the waits that the reader of the trace supposed, which are the longest possible.
+Then each wait is corrected by how much later its collective ended in the trace, counted from the end of what it had to
+follow. The waits with which the simulation comes nearest to the trace are kept.
 
 The shortest traced time of like collectives may still hold contention and waits. Their bytes say how long they take alone,
 unless the trace contradicts that: a collective was faster, or took so long that its links must be slower than described.
 """
 
 import math
+from collections import Counter
 
 from msgspec.structs import replace
 
 from counterpoint.machine import Machine
-from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
-from counterpoint.sim.calibrated_range import measures_collective
+from counterpoint.sim.calibrated_range import is_collective_measured
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.nodes import obstacle_to_copies
+from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Collective, Step
 from counterpoint.timeline import Timeline
@@ -27,6 +29,7 @@ from counterpoint.timeline import Timeline
 LONGEST_BY_BYTES = 2.0
 """A traced collective is at most this many times as long as its bytes say, or they do not count. In the traces of 2 and 4
 GPUs those of 4 MiB or more take 0.8 to 1.7 times as long."""
+RESOLUTION_US = 0.01  # of traced times
 ROUNDS = 3
 CORRECTED = 0.7
 """The part of a collective's difference that a round corrects. One to six rounds with 0.5 to 1 give mean errors within 0.1
@@ -34,16 +37,15 @@ points of each other (traces of the validation set, 2 and 4 H200s and 2 H100s)."
 
 
 def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
-    """Return a traced step whose collectives have the lone times and waits with which it is simulated most like its
+    """Return a traced step with the lone times and waits of its collectives with which its simulation is nearest to its
     timeline, `traced`.
 
-    Raises as `Simulator.run` does.
+    `tune`, `simulate` and `analyze` simulate such steps. Raises as `Simulator.run` does.
     """
-    traced_us = _responses_us(step, traced)
+    traced_us = _response_times_us(step, traced)
+    whole = _whole(step, traced)
     found = {
-        number: each
-        for number, each in _of_sizes(step, machine).items()
-        if each.peer_wait_us and each.lone_us is not None and traced_us.get(number, 0.0) >= each.lone_us
+        number: each for number, each in _with_times_by_bytes(step, machine).items() if each.peer_wait_us and number in whole
     }
     if not found:
         return step
@@ -53,15 +55,26 @@ def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
         waiting = {number: replace(each, peer_wait_us=waits_us[number]) for number, each in found.items()}
         candidate = replace(step, operations=tuple(waiting.get(number, each) for number, each in enumerate(step.operations)))
         simulated = Simulator().run(candidate, machine, LEAVE_IT)
-        tried.append((_distance(traced, simulated), candidate))
-        simulated_us = _responses_us(step, simulated)
+        tried.append((compare_replay(traced, simulated).share_of_limits, candidate))
+        simulated_us = _response_times_us(step, simulated)
         for number, each in found.items():
             wait_us = waits_us[number] + CORRECTED * (traced_us[number] - simulated_us[number])
             waits_us[number] = min(each.peer_wait_us, max(0.0, wait_us))
     return min(tried, key=lambda each: each[0])[1]
 
 
-def _of_sizes(step: Step, machine: Machine) -> dict[int, Collective]:
+def _whole(step: Step, traced: Timeline) -> set[int]:
+    """Return the collectives that the timeline holds once, and not cut by its window."""
+    lasted_us = {each.operation: each.end_us - each.start_us for each in traced.intervals}
+    times = Counter(each.operation for each in traced.intervals)
+    return {
+        number
+        for number, each in step.collectives().items()
+        if times[number] == 1 and lasted_us[number] >= (each.lone_us or 0.0) + each.peer_wait_us - RESOLUTION_US
+    }
+
+
+def _with_times_by_bytes(step: Step, machine: Machine) -> dict[int, Collective]:
     """Return the collectives by number. Where bytes say a shorter time than the trace, the rest of its time is a wait."""
     costs = CostModel(machine, load_calibration(machine))
     found = step.collectives()
@@ -76,17 +89,11 @@ def _of_sizes(step: Step, machine: Machine) -> dict[int, Collective]:
 
 def _has_size(collective: Collective, num_ranks: int, machine: Machine) -> bool:
     """Return whether the calibration says how long a collective of so many bytes takes alone."""
-    is_inside = obstacle_to_copies(collective, num_ranks, machine) is None
-    return is_inside and not collective.has_unknown_parts and measures_collective(collective, machine)
+    is_inside = obstacle_to_copies(collective, num_ranks, machine) is None  # of one node
+    return is_inside and not collective.has_unknown_parts and is_collective_measured(collective, machine)
 
 
-def _distance(traced: Timeline, simulated: Timeline) -> float:
-    """Return the larger difference of makespan and exposed time, in microseconds."""
-    before, after = measure(traced), measure(simulated)
-    return max(abs(after.makespan_us - before.makespan_us), abs(after.exposed_us - before.exposed_us))
-
-
-def _responses_us(step: Step, timeline: Timeline) -> dict[int, float]:
+def _response_times_us(step: Step, timeline: Timeline) -> dict[int, float]:
     """Return how long each operation took, by number, from the end of what it had to follow.
 
     A collective that found room on this rank before it did on the others waits for them while it holds SMs. In the
@@ -99,6 +106,6 @@ def _responses_us(step: Step, timeline: Timeline) -> dict[int, float]:
         before = {*(each.operation for each in operation.waits_for), last_on.get(operation.stream, number)} - {number}
         last_on[operation.stream] = number
         if number in ran:
-            began_us = [ran[each].end_us for each in before if each in ran]
-            found[number] = ran[number].end_us - min(ran[number].start_us, max(began_us, default=math.inf))
+            ends_us = [ran[each].end_us for each in before if each in ran]
+            found[number] = ran[number].end_us - min(ran[number].start_us, max(ends_us, default=math.inf))
     return found

@@ -117,7 +117,8 @@ def _late_us(operations: list[GpuOperation]) -> float:
 def _launch_gap(operations: list[GpuOperation]) -> float | None:
     """Return the usual gap between operations of the busiest stream that were launched before their predecessor ended.
 
-    It is the lower quartile, because a gap is longer where an operation of another stream takes the free SMs first.
+    It is the median if this stream is alone. Beside other streams it is the lower quartile: a gap is longer where an
+    operation of another stream takes the free SMs first.
     """
     by_stream: dict[int, list[GpuOperation]] = {}
     for operation in operations:
@@ -129,5 +130,7 @@ def _launch_gap(operations: list[GpuOperation]) -> float | None:
         for previous, operation in pairwise(busiest)
         if operation.launched_us is None or operation.launched_us < previous.end_us
     ]
-    near = [gap for gap in gaps if 0 <= gap <= BACK_TO_BACK_US]
-    return sorted(near)[(len(near) - 1) // 4] if near else None
+    near = sorted(gap for gap in gaps if 0 <= gap <= BACK_TO_BACK_US)
+    if not near:
+        return None
+    return median(near) if len(by_stream) == 1 else near[(len(near) - 1) // 4]

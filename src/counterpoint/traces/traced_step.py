@@ -274,7 +274,7 @@ def _notes_on_times(trace: ActivityTrace, lone: LoneTimes, issue: IssueTimes) ->
     if issue.late_share > LAUNCH_BOUND_SHARE:
         notes.append(
             f"The GPU waits for launches by the CPU during {format_percent(issue.late_share)} of the step (launch-bound). "
-            "Without the profiler it may wait less, because each launch takes longer under it."
+            "Without the profiler it may wait less, because the profiler makes launches slower."
         )
     if lone.num_estimated:
         how = (

@@ -28,6 +28,11 @@ class ReplayAccuracy(Value, frozen=True, kw_only=True):
         """The larger absolute value of the first two: smaller gains are within the error."""
         return max(abs(self.makespan_error), abs(self.exposed_difference))
 
+    @property
+    def share_of_limits(self) -> float:
+        """The largest difference, as a share of the limit above which a replay is not used."""
+        return max(self.error / MOST_REPLAY_ERROR, abs(self.overlap_difference or 0.0) / MOST_OVERLAP_DIFFERENCE)
+
     def describe(self) -> str:
         """Return words such as "makespan +0.5 %, exposed -0.1 % of the makespan, overlap +1.1 points"."""
         exposed = f"exposed {format_change(self.exposed_difference)} of the makespan"
