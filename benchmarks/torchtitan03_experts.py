@@ -44,7 +44,7 @@ from counterpoint.integrations import expert_parallel
 LIMIT_S = 300  # of everything; a hang shows all stacks and ends
 JOIN_TIMEOUT = timedelta(seconds=90)
 NORM_LIMIT = 2**-7  # of relative differences of gradients' norms: two roundings to bf16
-LOSS_LIMIT = 2**-9
+LOSS_LIMIT = 2**-9  # of the relative difference of the first losses: a rounding to bf16
 NUM_BATCHES = 8
 JOB = (
     "DeepSeek-V3 of torchtitan, random words, expert parallel and FSDP2 over all ranks, spmd_backend partial_dtensor, bf16 "
@@ -312,7 +312,7 @@ def main() -> None:
         log(f"{ran[-1]['way']:3} {statistics.median(ran[-1]['ms']):.2f} ms, loss {ran[-1]['mean_loss']}")
         store(options.output, result)
     job.optimizer.zero_grad()
-    job.forward_backward(0)
+    job.forward_backward(0)  # so that the loads are those of one batch
     result["summary"] = summarize(ran) | {
         "symmetric_bytes": sum(each.num_bytes for each in ops.pool_report()),
         "most_kept_bytes_of_a_call": overlapped.most_kept_bytes,

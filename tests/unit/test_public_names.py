@@ -106,9 +106,14 @@ def test_without_packages_for_gpus_the_module_can_be_looked_through() -> None:
 
 STEP = counterpoint.load_workload("cb_ar_opt2")
 H200 = counterpoint.load_machine("h200")
+TRACED = counterpoint.read_trace(TRACES / "moe.rank0.json.gz")
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: counterpoint.tune("cb_ar_opt2"), "found 'cb_ar_opt2'. Load it: tune(load_workload"),
-    (lambda: counterpoint.tune(counterpoint.read_trace(TRACES / "moe.rank0.json.gz")), "tune needs a Machine; found None"),
+    (lambda: counterpoint.tune(TRACED), "tune needs a Machine; found None"),
+    (
+        lambda: counterpoint.tune(TRACED, H200, traced=TRACED.timeline),
+        "A TracedStep has its own timeline; leave traced out.",
+    ),
     (lambda: counterpoint.tune(None), "found None. Pass what load_workload or read_trace"),
     (lambda: counterpoint.tune(STEP), "tune needs a Machine; found None. Load it: tune(step, load_machine('h200'))."),
     (lambda: counterpoint.tune(STEP, "mi300x"), "found 'mi300x'. Load it: tune(step, load_machine('mi300x'))."),

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, overload
 
-from counterpoint.errors import DeviceError, require_kind, shown
+from counterpoint.errors import ArgumentError, DeviceError, require_kind, shown
 from counterpoint.machine import Machine
 from counterpoint.planner.search import Trial, Tuning
 from counterpoint.planner.search import tune as tune_by_executor
 from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.traces import TracedStep
+from counterpoint.value import require
 
 if TYPE_CHECKING:
     from counterpoint.cuda.applied import Applied
@@ -58,6 +59,7 @@ def tune(
     """
     _check_arguments(step, machine, executor)
     if isinstance(step, TracedStep):
+        require(traced is None, ArgumentError, "A TracedStep has its own timeline; leave traced out.")
         from counterpoint.sim.traced_waits import with_waits  # noqa: PLC0415  a function is tuned without it
 
         assert machine is not None, "checked above"
