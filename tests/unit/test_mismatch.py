@@ -218,7 +218,8 @@ def test_a_file_of_another_kind_is_named_as_what_it_is(tmp_path: Path) -> None:
         (gzip.compress(b' {"traceEvents": []}'), "the file is compressed JSON, as traces are; give a TOML file."),
         (b"\x1f\x8b and no more", "the file is compressed; give the TOML text itself (gunzip)."),
         (b' {"verdict": "GAIN"}', "the file is JSON; give a TOML file."),
-        (b"\xff\xfe", "is not text: invalid start byte at byte 0; give a TOML file."),
+        (b"\xff\xfe", "is UTF-16 text, as PowerShell's redirection writes it; save it as UTF-8."),
+        (b"a\xff", "is not text: invalid start byte at byte 1; give a TOML file."),
         (b"verdict = [", "is not TOML: Invalid value (at end of document). Correct it there, or make the file again."),
     ):
         file.write_bytes(content)

@@ -54,9 +54,10 @@ def test_no_thread_of_a_pool_is_left_when_its_work_is_done_or_failed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_workers_end_when_their_parent_is_killed(number: int) -> None:
     code = (
-        "import os, time\n"
+        "import os, signal, time\n"
         "from counterpoint.errors import DeviceError\n"
         "from counterpoint.workers import worker_processes\n"
+        f"if {number} != signal.SIGKILL: signal.signal({number}, signal.SIG_DFL)\n"  # nohup ignores SIGHUP
         "with worker_processes(3, DeviceError, 'stop') as pool:\n"
         "    waits = [pool.submit(time.sleep, 60) for _ in range(3)]\n"
         "    print(*pool._processes, flush=True)\n"
