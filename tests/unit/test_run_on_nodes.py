@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found += [child for child, parent in parents.items() if parent == each]
     return found
+
+
+def kill_with_descendants(pid: int) -> None:
+    """They are stopped first, so that none starts another one, which would keep connections open."""
+    stopped: set[int] = set()
+    while found := set(descendants(pid)) - stopped:
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
+        stopped |= found
+    for each in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 def own_lines(errors: Sequence[str]) -> list[str]:
@@ -197,8 +211,7 @@ def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(driver: Pa
         while not all((tmp_path / f"rank{rank}").exists() for rank in everyone):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        for pid in descendants(nodes.processes[-1].pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_with_descendants(nodes.processes[-1].pid)
         statuses, errors = nodes.end()
     assert all(statuses[:-1]), "torchrun says that ranks failed"
     (line,) = [line for line in own_lines(errors[:-1]) if "heard of" in line]
