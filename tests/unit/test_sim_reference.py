@@ -75,7 +75,9 @@ def test_a_traced_step_replays_within_about_2_percent(path: Path) -> None:
     assert job.traced is not None
     replayed, traced = measure(Simulator().run(job.step, job.machine, LEAVE_IT)), measure(job.traced.timeline)
     assert replayed.makespan_us == pytest.approx(traced.makespan_us, rel=0.021)
-    assert replayed.exposed_us == pytest.approx(traced.exposed_us, rel=0.06)
+    # ddp.rank1 replays with 5.6 % too little exposed time since waits are fitted by simulation; it was within 5 % before.
+    exposed_tolerance = 0.06 if path.name == "ddp.rank1.json.gz" else 0.05
+    assert replayed.exposed_us == pytest.approx(traced.exposed_us, rel=exposed_tolerance)
 
 
 def test_six_traces_are_shipped() -> None:
