@@ -14,6 +14,7 @@ from counterpoint.footprints import communication_footprint
 from counterpoint.links import Link
 from counterpoint.machine import Machine
 from counterpoint.occupancy import residency
+from counterpoint.sim.alike import alike
 from counterpoint.sim.block_kernels import BlockKernels
 from counterpoint.sim.calibration import Calibration, CharacterConstants, CollectiveConstants, own_loads_scale
 from counterpoint.sim.loads import LOADED_BYTES, under_way
@@ -31,7 +32,7 @@ from counterpoint.sim.reach import (
 )
 from counterpoint.sim.task import CopyWork, SmWork
 from counterpoint.sim.tiles import LEAST_TILE_BYTES, num_tiles, share_filled, stages, tile_of, tile_stages
-from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, work_key
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation
 from counterpoint.units import PS_PER_US, US_PER_S
 
 SUMMED_COLLECTIVES = ("all_reduce", "reduce_scatter")  # collectives that copy engines and a sum can do
@@ -96,14 +97,13 @@ class CostModel:
 
     def kernel_work(self, kernel: Kernel) -> SmWork:
         """Return the work of one CTA of a kernel, at the kernel's own residency."""
-        return self._once(work_key(kernel), lambda: self._kernel_work(kernel))
+        return self._once(alike(kernel), lambda: self._kernel_work(kernel))
 
     def _once(self, key: tuple[object, ...], work: Callable[[], SmWork]) -> SmWork:
         """Return the work with this key, computed at its first use, since steps repeat."""
-        found = self._works.get(key)
-        if found is None:
-            found = self._works[key] = work()
-        return found
+        if key not in self._works:
+            self._works[key] = work()
+        return self._works[key]
 
     def _kernel_work(self, kernel: Kernel) -> SmWork:
         constants = self._calibration.characters[kernel.character]
@@ -317,7 +317,7 @@ class CostModel:
 
     def collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         """Return the work of one CTA of a collective that runs with `planned.num_ctas` CTAs instead of its own number."""
-        return self._once((planned, *work_key(collective)), lambda: self._collective_work(collective, planned))
+        return self._once((planned, *alike(collective)), lambda: self._collective_work(collective, planned))
 
     def _collective_work(self, collective: Collective, planned: Footprint) -> SmWork:
         usual = self.footprint(collective)

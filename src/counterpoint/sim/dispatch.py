@@ -28,14 +28,23 @@ class DispatchQueue:
         if task in self._tasks:
             self._tasks.remove(task)
 
-    def place(self, sms: SmArray) -> None:
-        """Place CTAs in order until a task cannot place all of its CTAs; the tasks after it wait."""
+    def place(self, sms: SmArray) -> list[SmTask]:
+        """Place CTAs in order until a task cannot place all of its CTAs; the tasks after it wait.
+
+        Returns the tasks that start.
+        """
+        started = []
         while self._tasks:
-            sms.place(self._tasks[0])
-            if self._tasks[0].num_unplaced:
-                self._tasks[0].found_no_room = not self._tasks[0].num_resident
-                return
+            task = self._tasks[0]
+            sms.place(task)
+            if task.num_resident and not task.has_started:
+                task.has_started = True
+                started.append(task)
+            if task.num_unplaced:
+                task.found_no_room = not task.num_resident
+                break
             self._tasks.pop(0)
+        return started
 
     def head(self) -> SmTask | None:
         """Return the task whose CTAs are placed next, or None."""

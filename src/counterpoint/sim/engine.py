@@ -81,8 +81,7 @@ class Engine:
             self._finish_done()
             while self._timers and self._timers[0][0] <= self._now:
                 self._make_ready(heapq.heappop(self._timers)[1])
-            self._queue.place(self._sms)
-            self._note_starts()
+            self._start(self._queue.place(self._sms))
             if not self._has_spread or not (self._is_exact or self._runs_uneven()):
                 self._sms.merge()
             self._rates.update(self._sms.groups, self._running.values())
@@ -99,17 +98,11 @@ class Engine:
         else:
             self._queue.add(task)
 
-    def _note_starts(self) -> None:
-        """Record that tasks which just got their first CTA or their copy engine are running."""
-        for index in self._copies.start_next():
+    def _start(self, placed: Sequence[SmTask]) -> None:
+        """Record that the copies which get a copy engine now and the tasks which just got their first CTA are running."""
+        for index in (*self._copies.start_next(), *[task.index for task in placed]):
             self._starts[index] = self._now
             self._running[index] = self._tasks[index]
-        for group in self._sms.groups:
-            for cohort in group.cohorts:
-                if not cohort.task.has_started:
-                    cohort.task.has_started = True
-                    self._starts[cohort.task.index] = self._now
-                    self._running[cohort.task.index] = cohort.task
 
     def _next_event(self) -> int:
         """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
@@ -126,9 +119,9 @@ class Engine:
                     uneven.append(cohort)
                     ends.append(cohort.remaining / cohort.rate)
                     continue
-                # a slot with several CTAs matters only when it begins the last one
-                left = cohort.remaining - 1 if cohort.ahead and cohort.remaining > 1 + DONE else cohort.remaining
-                waits.append(left / cohort.rate)
+                # a slot with several CTAs matters only when it begins the last one, if then
+                is_early = cohort.ahead and not cohort.runs_through and cohort.remaining > 1 + DONE
+                waits.append((cohort.remaining - 1 if is_early else cohort.remaining) / cohort.rate)
         if uneven:
             waits.append(self._batch_end(uneven, ends))
         if waits:
@@ -174,7 +167,9 @@ class Engine:
                 task.shared_work -= task.rate * elapsed
 
     def _finish_done(self) -> None:
-        self._sms.renew()
+        has_done = self._sms.has_done()
+        if has_done:
+            self._sms.renew()
         for task in list(self._running.values()):
             if isinstance(task, CopyTask):
                 if task.remaining <= DONE:
@@ -190,7 +185,7 @@ class Engine:
                 # CTAs that are not placed yet have no tile left
                 task.num_unplaced = 0
                 self._queue.remove(task)
-        for task in self._sms.retire():
+        for task in self._sms.retire() if has_done else ():
             if task.num_resident == 0 and task.num_unplaced == 0:
                 self._finish(task.index)
         if all(isinstance(task, CopyTask) for task in self._running.values()):
@@ -255,6 +250,8 @@ class Engine:
                 length += length_shift(task, ahead) / ahead
             cohort.hand(ahead, length)
             number -= ahead * num_ctas
+        # if the only slots cannot share the rest, nothing changes before they end
+        cohorts[0].runs_through = len(cohorts) == 1 and number > 0 and not task.work.cta_time_spread
         return number
 
 

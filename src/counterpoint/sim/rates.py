@@ -63,8 +63,9 @@ class RateModel:
         Steps repeat. Relative to the reference state, rates depend only on which kinds of work are where.
         """
         tasks = list(running)
-        places = {task: place for place, task in enumerate(tasks)}
-        factors, effective, shares = self._known_relative(groups, tasks, places)
+        for place, task in enumerate(tasks):
+            task.place = place
+        factors, effective, shares = self._known_relative(groups, tasks)
         cta_rates: list[float] = []  # per task, the rate of one CTA whose SM is as in the reference state; unused for copies
         for task, factor, num_ctas in zip(tasks, factors, effective, strict=True):
             if isinstance(task, CopyTask):
@@ -77,34 +78,34 @@ class RateModel:
         for group in groups:
             for cohort in group.cohorts:
                 work_sharing = cohort.task.work.is_work_sharing
-                cohort.rate = 0.0 if work_sharing else shares[place] * cta_rates[places[cohort.task]]
+                cohort.rate = 0.0 if work_sharing else shares[place] * cta_rates[cohort.task.place]
                 place += 1
 
-    def _known_relative(self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int]) -> Relative:
+    def _known_relative(self, groups: Sequence[SmGroup], tasks: list[Task]) -> Relative:
         """Return what `_relative` does, and compute it once for each state."""
         if len(groups) > MOST_GROUPS_OF_KNOWN:
-            return self._relative(groups, tasks, places)
+            return self._relative(groups, tasks)
         residents = [
-            (sum(group.sms), group.carveout_bytes, tuple([(places[each.task], each.count) for each in group.cohorts]))
+            (sum(group.sms), group.carveout_bytes, tuple([(each.task.place, each.count) for each in group.cohorts]))
             for group in groups
         ]
         state = tuple([task.kind for task in tasks]), tuple(residents)
         found = self._known.get(state)
         if found is None:
-            found = self._known[state] = self._relative(groups, tasks, places)
+            found = self._known[state] = self._relative(groups, tasks)
         return found
 
-    def _relative(self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int]) -> Relative:
+    def _relative(self, groups: Sequence[SmGroup], tasks: list[Task]) -> Relative:
         """Return how fast tasks and cohorts are; cohorts are in the order of the groups."""
-        shares, effective = _share_sms(groups, places)
+        shares, effective = _share_sms(groups, len(tasks))
         in_flight = [_hbm_demand(task, ctas) for task, ctas in zip(tasks, effective, strict=True)]
         demands = self._hbm_demands(tasks, in_flight)
         available = [available_to(position, demands, self._hbm) for position in range(len(tasks))]
         loads = [smooth_minimum(demand, share) / self._hbm for demand, share in zip(demands, available, strict=True)]
-        link, kept = self._link_rates(groups, tasks, places, loads)
+        link, kept = self._link_rates(groups, tasks, loads)
         moved = sum(load for task, load in zip(tasks, loads, strict=True) if self._takes_from_l2(task))
         if moved and any(isinstance(task, SmTask) and task.work.has_tiles for task in tasks):
-            shares, effective = _share_sms(groups, places, self._l2.latency_per_load * moved)
+            shares, effective = _share_sms(groups, len(tasks), self._l2.latency_per_load * moved)
         by_l2 = self._l2.slowdown(_mean_asked(groups, self._l2.bytes_per_s), moved * self._hbm)
         factors: list[float] = []
         for position, task in enumerate(tasks):
@@ -124,7 +125,7 @@ class RateModel:
         return isinstance(task, CopyTask) or (task.work.link_limit > 0 and not self._is_traced)
 
     def _link_rates(
-        self, groups: Sequence[SmGroup], tasks: list[Task], places: dict[Task, int], loads: list[float]
+        self, groups: Sequence[SmGroup], tasks: list[Task], loads: list[float]
     ) -> tuple[list[float], list[float]]:
         """Return the factor on each task's progress from the link, 1 for tasks that do not use it; and for each cohort, in
         order, the share of this that it keeps on SMs with little L1.
@@ -139,7 +140,7 @@ class RateModel:
         for group in groups:
             for cohort in group.cohorts:
                 kept.append(self._kept(group, cohort.task.work, grown))
-                num_ctas[places[cohort.task]] += kept[-1] * cohort.count * group.num_sms()
+                num_ctas[cohort.task.place] += kept[-1] * cohort.count * group.num_sms()
         able = []
         for position, (task, load) in enumerate(zip(tasks, loads, strict=True)):
             if isinstance(task, CopyTask):
@@ -253,15 +254,13 @@ def _mean_asked(groups: Sequence[SmGroup], l2_bytes_per_s: float) -> float:
     return asked / num_sms + moved / l2_bytes_per_s if asked else 0.0
 
 
-def _share_sms(
-    groups: Sequence[SmGroup], places: dict[Task, int], tile_latency: float = 0.0
-) -> tuple[list[float], list[float]]:
+def _share_sms(groups: Sequence[SmGroup], num_tasks: int, tile_latency: float = 0.0) -> tuple[list[float], list[float]]:
     """Return each cohort's share of its SM, in order (1 = reference state), and each task's CTAs weighted by the share.
 
     `tile_latency`: by how much longer the tiles of matmuls are on their way, as a share of their idle latency.
     """
     shares: list[float] = []
-    effective = [0.0] * len(places)
+    effective = [0.0] * num_tasks
     for group in groups:
         asked = 0.0
         for cohort in group.cohorts:
@@ -274,7 +273,7 @@ def _share_sms(
                 share = ((1 + task.work.issue_reference**SM_EXPONENT) / crowding) ** (1 / SM_EXPONENT)
                 share /= _latency_of(task, tile_latency)
             shares.append(share)
-            effective[places[task]] += share * cohort.count * num_sms
+            effective[task.place] += share * cohort.count * num_sms
     return shares, effective
 
 

@@ -5,6 +5,7 @@ goes to the SM with the most room for that kernel, ties in a fixed order. The fi
 split between L1 and shared memory, which cannot change until the SM is empty again.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ HASH_MULTIPLIER = 2654435761  # a prime near 2^32 over the golden ratio (Knuth, 
 # of a kernel with many CTAs of different lengths:
 MOST_GROUPS = 16  # so many groups of SMs hold different ones; the SMs of one are alike
 MOST_LENGTHS = 8  # so many of the CTAs on an SM differ; the others are as long as one of these
+_NUMBERS = itertools.count()
 GroupKey = tuple[int, tuple[tuple[int, int, float], ...]]
 
 
@@ -41,8 +43,8 @@ class SmGroup:
 
     def key(self) -> GroupKey:
         """Return a key that is equal for groups that may be merged."""
-        cohorts = sorted((cohort.task.index, cohort.count, round(cohort.remaining, 9)) for cohort in self.cohorts)
-        return self.carveout_bytes, tuple(cohorts)
+        cohorts = [(cohort.task.index, cohort.count, round(cohort.remaining, 9)) for cohort in self.cohorts]
+        return self.carveout_bytes, tuple(sorted(cohorts))
 
 
 Offer = tuple[SmGroup, int]  # a group, and how many CTAs each of its SMs has room for
@@ -152,6 +154,12 @@ def _parts(offers: Rooms, quotas: Sequence[int]) -> tuple[Part, ...]:
     return tuple((position, amount, tuple(sms)) for (position, amount), sms in taken.items())
 
 
+@lru_cache(maxsize=4096)
+def _shape(_: Footprint) -> int:
+    """Return the number of a footprint. Numbers are compared faster than footprints."""
+    return next(_NUMBERS)
+
+
 class SmArray:
     """All SMs of one GPU. `fits_beside`: pairs of launches; the second was seen to fit beside one CTA of the first."""
 
@@ -160,23 +168,28 @@ class SmArray:
         self._fits_beside = fits_beside
         self._num_sms = gpu.num_sms
         self.is_exact = False  # whether each CTA that differs in length from others of its kernel has its own length
-        self._rooms: dict[tuple[tuple[tuple[Footprint, int], ...], int, Footprint], int] = {}
+        self._rooms: dict[tuple[tuple[tuple[int, int], ...], int, int], int] = {}  # by shapes
         self.groups = [SmGroup(list(gpu.sms_per_gpc), 0, [])]
 
     def room(self, group: SmGroup, task: SmTask) -> int:
         """Return how many more CTAs of `task` fit on each SM of `group`."""
-        counts: dict[Footprint, int] = {}
-        for cohort in group.cohorts:
-            counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
         if group.cohorts and group.carveout_bytes < task.carveout_bytes and task.footprint.shared_bytes:
             return 0
         carveout_bytes = self._carveout_bytes(group, task)
-        key = (tuple(counts.items()), carveout_bytes, task.footprint)
-        if key not in self._rooms:
-            room = room_for(self._gpu, key[0], carveout_bytes, task.footprint)
-            is_seen = [(resident, task.footprint) in self._fits_beside for resident in counts] == [True]
-            self._rooms[key] = max(room, int(is_seen and sum(counts.values()) == 1))
-        return self._rooms[key]
+        residents = tuple([(cohort.task.shape, cohort.count) for cohort in group.cohorts])
+        key = residents, carveout_bytes, task.shape
+        found = self._rooms.get(key)
+        if found is None:
+            found = self._rooms[key] = self._found_room(group, task.footprint, carveout_bytes)
+        return found
+
+    def _found_room(self, group: SmGroup, footprint: Footprint, carveout_bytes: int) -> int:
+        counts: dict[Footprint, int] = {}
+        for cohort in group.cohorts:
+            counts[cohort.task.footprint] = counts.get(cohort.task.footprint, 0) + cohort.count
+        room = room_for(self._gpu, tuple(counts.items()), carveout_bytes, footprint)
+        is_seen = [(resident, footprint) in self._fits_beside for resident in counts] == [True]
+        return max(room, int(is_seen and sum(counts.values()) == 1))
 
     @staticmethod
     def _carveout_bytes(group: SmGroup, task: SmTask) -> int:
@@ -188,9 +201,12 @@ class SmArray:
 
         Slots take CTAs ahead of time one by one, so the last few may not fill a cluster; they are placed as a smaller one.
         """
+        if not task.num_unplaced:
+            return
+        task.shape = _shape(task.footprint)
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
-        if not offers or not task.num_unplaced:
+        if not offers:
             return
         number = task.num_unplaced
         cluster = max(1, min(number, task.footprint.ctas_per_cluster))
@@ -242,6 +258,14 @@ class SmArray:
             group = others
         return separate
 
+    def has_done(self) -> bool:
+        """Return whether any CTA has finished."""
+        for group in self.groups:
+            for cohort in group.cohorts:
+                if cohort.remaining <= DONE:
+                    return True
+        return False
+
     def renew(self) -> None:
         """Give CTAs that finished a tile the next one while tiles are left; the other CTAs end."""
         for group in list(self.groups):
@@ -277,6 +301,9 @@ class SmArray:
 
     def merge(self) -> None:
         """Merge groups that have reached the same state."""
+        held = {(group.carveout_bytes, *[cohort.task.index for cohort in group.cohorts]) for group in self.groups}
+        if len(held) == len(self.groups):
+            return
         merged: dict[GroupKey, SmGroup] = {}
         for group in self.groups:
             known = merged.setdefault(group.key(), group)

@@ -5,11 +5,13 @@ adds up: what kernels issue and load, by the most that all SMs and the memory ca
 collectives, by the link's bandwidth. Kernels that state the time of their CTAs count only by the bytes that they state.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from counterpoint.machine import Machine
 from counterpoint.metrics import critical_path_us
 from counterpoint.plan import LEAVE_IT
+from counterpoint.sim.alike import alike
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect, EffectReader
@@ -31,6 +33,7 @@ class StepRun:
         self._effects, self.machine = effects, machine
         self._latest: tuple[float, Spans] | None = None  # the clock and the spans of the latest simulation
         self._alone_us: list[float] | None = None  # of each operation, at the clock of lone times
+        self._first = _first_alike(step, effects)
 
     def _costs(self, clock_share: float = 1.0) -> CostModel:
         return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
@@ -58,24 +61,27 @@ class StepRun:
             self._alone_us = self._found_alone_us()
         if clock_share == 1:
             return self._alone_us
-        return [
-            time_us * slowdown(operation, self.machine, self.calibration, clock_share)
-            for operation, time_us in zip(self.step.operations, self._alone_us, strict=True)
-        ]
+        operations, alone_us = self.step.operations, self._alone_us
+        slower = {
+            first: alone_us[first] * slowdown(operations[first], self.machine, self.calibration, clock_share)
+            for first in set(self._first)
+        }
+        return [slower[first] for first in self._first]
 
     def _found_alone_us(self) -> list[float]:
         costs = self._costs()
-        found: list[float] = []
-        for index, (operation, effect) in enumerate(zip(self.step.operations, self._effects, strict=True)):
-            if effect.is_saved:
-                found.append(0.0)
-            elif isinstance(operation, Collective) and _is_copied(effect):
-                found.append(costs.copied_us(operation))
-            else:
-                if not isinstance(operation, Copy) and effect.footprint is not None:
-                    check_fit(index, operation, effect.footprint, self.machine)
-                found.append(costs.lone_us(operation))
-        return found
+        found = {first: self._found_us(first, costs) for first in sorted(set(self._first))}
+        return [found[first] for first in self._first]
+
+    def _found_us(self, index: int, costs: CostModel) -> float:
+        operation, effect = self.step.operations[index], self._effects[index]
+        if effect.is_saved:
+            return 0.0
+        if isinstance(operation, Collective) and _is_copied(effect):
+            return costs.copied_us(operation)
+        if not isinstance(operation, Copy) and effect.footprint is not None:
+            check_fit(index, operation, effect.footprint, self.machine)
+        return costs.lone_us(operation)
 
     def guessed_us(self, clock_share: float) -> float:
         """Return a guess at the step's time: half way between all operations one after the other and the critical path."""
@@ -88,12 +94,16 @@ class StepRun:
         return StepRun(self.step, effects, self.machine, self.calibration)
 
     def drawn(self) -> list[Drawn]:
-        """Return each operation's energy; nothing if the power limit cannot act or is unknown, or the clock is a job's."""
+        """Return the energy of operations, together for those of the same work; nothing if the power limit cannot act or is
+        unknown, or the clock is a job's.
+        """
         if not self.calibration.power or not (self.step.is_timed_in_bursts or any(map(_is_computed, self.step.operations))):
             return []
         power, lone_us = PowerModel(self.machine, self.calibration), self.lone_us()
-        each = zip(self.step.operations, self._effects, lone_us, strict=True)
-        return [power.drawn(operation, time_us, is_copied=_is_copied(effect)) for operation, effect, time_us in each]
+        return [
+            power.drawn(self.step.operations[first], number * lone_us[first], is_copied=_is_copied(self._effects[first]))
+            for first, number in Counter(self._first).items()
+        ]
 
 
 def clock_share(runs: Sequence[StepRun]) -> float:
@@ -143,6 +153,15 @@ def _makespan_us(spans: Spans) -> float:
 def _is_computed(operation: Operation) -> bool:
     """Return whether the operation's time follows from its work, and so is that of a burst."""
     return isinstance(operation, Kernel) and operation.lone_us is None and operation.cta_us is None
+
+
+def _first_alike(step: Step, effects: Sequence[Effect]) -> list[int]:
+    """Return for each operation the first one with the same work and footprint that moves its data in the same way."""
+    found: dict[tuple[object, ...], int] = {}
+    return [
+        found.setdefault((effect.footprint, effect.is_saved, _is_copied(effect), *alike(operation)), index)
+        for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
+    ]
 
 
 def _is_copied(effect: Effect) -> bool:

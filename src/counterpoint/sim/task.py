@@ -75,7 +75,8 @@ class SmTask:
 
     `shared_work` is the work left, in CTAs, of a kernel whose CTAs take tiles from a shared counter, and `rate` its work per
     picosecond; both are 0 for any other kernel, whose cohorts have their own rates. `tiles_left` is the number of tiles that
-    no CTA has taken yet. `kind` is the number of works that use resources alike (`RateModel.kind`).
+    no CTA has taken yet. `kind` is the number of works that use resources alike (`RateModel.kind`), `shape` that of its
+    footprint, and `place` its place among the running tasks.
     """
 
     index: int
@@ -93,6 +94,8 @@ class SmTask:
     found_no_room: bool = False
     rate: float = 0.0
     kind: int = 0
+    shape: int = 0
+    place: int = 0
 
     def take_tiles(self, number: int) -> None:
         """Let CTAs begin up to `number` tiles."""
@@ -101,13 +104,14 @@ class SmTask:
 
 @dataclass(slots=True, eq=False)
 class CopyTask:
-    """A copy between becoming ready and its end; `remaining` falls from 1 to 0."""
+    """A copy between becoming ready and its end; `remaining` falls from 1 to 0. `kind` and `place` as of `SmTask`."""
 
     index: int
     work: CopyWork
     remaining: float = 1.0
     rate: float = 0.0
     kind: int = 0
+    place: int = 0
 
 
 Task = SmTask | CopyTask
@@ -118,7 +122,8 @@ class Cohort:
     """CTAs of one task that were placed together on each SM of a group and progress equally.
 
     `remaining` is the work left in each slot, which runs CTAs one after the other, in mean CTAs. `ahead` CTAs, each
-    `ahead_length` long, were handed to the slot before it can start them.
+    `ahead_length` long, were handed to the slot before it can start them. `runs_through`: nothing changes when the slot
+    begins the last of them.
     """
 
     task: SmTask
@@ -127,6 +132,7 @@ class Cohort:
     rate: float = 0.0
     ahead: int = 0
     ahead_length: float = 1.0
+    runs_through: bool = False
 
     def hand(self, number: int, length: float) -> None:
         """Let each slot run `number` further CTAs of this length after the current one."""
