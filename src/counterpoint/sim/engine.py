@@ -60,6 +60,7 @@ class Engine:
         self._has_spread = bool(uneven)
         self._is_exact = self._sms.is_exact = 0 < sum(uneven) <= MAX_FOLLOWED_CTAS
         self._batch: list[Cohort] = []
+        self._cohorts: list[Cohort] = []  # of all SMs
         self._starts = [-1] * len(tasks)
         self._ends = [-1] * len(tasks)
         self._now = 0
@@ -78,13 +79,14 @@ class Engine:
         while self._timers or self._running:
             self._advance_to(self._next_event())
             self._recall()
-            self._finish_done()
+            has_ended = self._finish_done()
             while self._timers and self._timers[0][0] <= self._now:
                 self._make_ready(heapq.heappop(self._timers)[1])
-            self._start(self._queue.place(self._sms))
-            if not self._has_spread or not (self._is_exact or self._runs_uneven()):
-                self._sms.merge()
-            self._rates.update(self._sms.groups, self._running.values())
+            if self._start(self._queue.place(self._sms)) or has_ended:  # or all goes on at the same rates
+                if not self._has_spread or not (self._is_exact or self._runs_uneven()):
+                    self._sms.merge()
+                self._cohorts = [cohort for group in self._sms.groups for cohort in group.cohorts]
+                self._rates.update(self._sms.groups, self._running.values())
             self._hand_out()
         return list(zip(self._starts, self._ends, strict=True))
 
@@ -98,11 +100,16 @@ class Engine:
         else:
             self._queue.add(task)
 
-    def _start(self, placed: Sequence[SmTask]) -> None:
-        """Record that the copies which get a copy engine now and the tasks which just got their first CTA are running."""
-        for index in (*self._copies.start_next(), *[task.index for task in placed]):
+    def _start(self, placed: Sequence[SmTask]) -> bool:
+        """Record that the copies which get a copy engine now and the tasks which just got their first CTA are running.
+
+        Returns whether there are any.
+        """
+        started = [*self._copies.start_next(), *[task.index for task in placed]]
+        for index in started:
             self._starts[index] = self._now
             self._running[index] = self._tasks[index]
+        return bool(started)
 
     def _next_event(self) -> int:
         """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""
@@ -110,18 +117,17 @@ class Engine:
         waits = [wait for wait in map(_time_left, self._running.values()) if wait is not None]
         uneven: list[Cohort] = []  # `ends` holds their ends; a list of pairs would burden the garbage collector
         ends: list[float] = []
-        for group in self._sms.groups:
-            for cohort in group.cohorts:
-                work = cohort.task.work
-                if work.is_work_sharing:
-                    continue
-                if work.cta_time_spread:
-                    uneven.append(cohort)
-                    ends.append(cohort.remaining / cohort.rate)
-                    continue
-                # a slot with several CTAs matters only when it begins the last one, if then
-                is_early = cohort.ahead and not cohort.runs_through and cohort.remaining > 1 + DONE
-                waits.append((cohort.remaining - 1 if is_early else cohort.remaining) / cohort.rate)
+        for cohort in self._cohorts:
+            work = cohort.task.work
+            if work.is_work_sharing:
+                continue
+            if work.cta_time_spread:
+                uneven.append(cohort)
+                ends.append(cohort.remaining / cohort.rate)
+                continue
+            # a slot with several CTAs matters only when it begins the last one, if then
+            is_early = cohort.ahead and not cohort.runs_through and cohort.remaining > 1 + DONE
+            waits.append((cohort.remaining - 1 if is_early else cohort.remaining) / cohort.rate)
         if uneven:
             waits.append(self._batch_end(uneven, ends))
         if waits:
@@ -154,9 +160,8 @@ class Engine:
     def _advance_to(self, time_ps: int) -> None:
         elapsed = time_ps - self._now
         self._now = time_ps
-        for group in self._sms.groups:
-            for cohort in group.cohorts:
-                cohort.remaining -= cohort.rate * elapsed
+        for cohort in self._cohorts:
+            cohort.remaining -= cohort.rate * elapsed
         for cohort in self._batch:
             cohort.remaining = 0.0
         self._batch = []
@@ -166,8 +171,9 @@ class Engine:
             else:
                 task.shared_work -= task.rate * elapsed
 
-    def _finish_done(self) -> None:
-        has_done = self._sms.has_done()
+    def _finish_done(self) -> bool:
+        """Let CTAs end or take their next tile, and operations end; return whether any did."""
+        num_running, has_done = len(self._running), any(cohort.remaining <= DONE for cohort in self._cohorts)
         if has_done:
             self._sms.renew()
         for task in list(self._running.values()):
@@ -188,8 +194,10 @@ class Engine:
         for task in self._sms.retire() if has_done else ():
             if task.num_resident == 0 and task.num_unplaced == 0:
                 self._finish(task.index)
-        if all(isinstance(task, CopyTask) for task in self._running.values()):
+        has_ended = has_done or len(self._running) < num_running
+        if has_ended and all(isinstance(task, CopyTask) for task in self._running.values()):
             self._sms.rest()
+        return has_ended
 
     def _finish(self, index: int) -> None:
         self._ends[index] = self._now

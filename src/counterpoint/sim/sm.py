@@ -258,14 +258,6 @@ class SmArray:
             group = others
         return separate
 
-    def has_done(self) -> bool:
-        """Return whether any CTA has finished."""
-        for group in self.groups:
-            for cohort in group.cohorts:
-                if cohort.remaining <= DONE:
-                    return True
-        return False
-
     def renew(self) -> None:
         """Give CTAs that finished a tile the next one while tiles are left; the other CTAs end."""
         for group in list(self.groups):
