@@ -15,6 +15,7 @@ COMPILED = (  # two ranks are enough, and compile sooner
     "ddp_compiled",
     "tensor_parallel_compiled",
     "tensor_parallel_checkpointed",
+    "tensor_parallel_configured_compiled",
 )
 MODULES = sorted((JOBS / "integration_sections").glob("*.py"))
 DEFINED = [name for each in MODULES for name in re.findall(r"^def ([a-z]\w*)\(\) -> None:", each.read_text(), re.MULTILINE)]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from counterpoint.integrations.layouts import closure_of
+from counterpoint.integrations.closures import closure_of
 
 WEIGHTS = ("w1", "w2", "w3")
 DISPATCHED_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")  # of torchtitan 0.3, in the same order

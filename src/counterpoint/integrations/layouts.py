@@ -1,15 +1,12 @@
 """Reads what `parallelize_module`, or the `tp_plan` of a Hugging Face model, left on a module: DTensor parameters, and
-functions that hold the layouts of inputs and outputs.
+functions that hold the layouts of inputs and outputs; or torchtitan 0.3, which keeps these in a configuration.
 
 torch's styles keep layouts only in the closures of the hooks that they register, the same way in torch 2.11 to 2.13. The
 styles of transformers (read in 5.23) keep them in the closure of the `forward` that replaces the linear's. A module that
 looks different is refused, because its layout would be a guess.
 """
 
-import inspect
-from collections.abc import Callable
 from functools import partial
-from types import CodeType
 from typing import Any, Literal
 
 import msgspec
@@ -19,16 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
+from counterpoint.integrations.closures import Hook, closure_of, uses
 from counterpoint.integrations.sequence_shards import Route
+from counterpoint.integrations.sharding_configs import (
+    WHOLE,
+    config_of,
+    inputs_of,
+    output_of,
+    refusal_of_backend,
+    tensor_parallel_mesh_of,
+)
 
-Hook = Callable[..., Any]
 Layouts = tuple[Any, ...]
 LOCAL_NAMES = frozenset({"to_local", "_local_tensor"})  # of what gives a rank's part of a DTensor
 DTENSOR_NAMES = LOCAL_NAMES | {"full_tensor", "redistribute", "placements", "device_mesh"}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-BY_TORCHTITAN = (
-    "torchtitan 0.3 spread it over ranks (Module.parallelize), but only what torchtitan 0.2 leaves on a module is known. "
-    "Leave it unchanged, or use torchtitan 0.2"
+TAKES_DTENSORS = (
+    "a hook of the job's takes its inputs or outputs for DTensors, but operators have a rank's part. Remove the hook"
 )
 NUM_OUTPUT_ARGUMENTS = 2  # arguments bound into the styles' output functions: layouts, and whether to return local tensors
 
@@ -47,6 +51,7 @@ class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
     input_hook: int | None = None
     output_hook: int | None = None
     is_output_local: bool
+    is_configured: bool = False  # by torchtitan 0.3; inputs and outputs are DTensors
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearLayout":
         return self  # a mesh cannot be copied
@@ -65,12 +70,13 @@ class GatheringHook(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[int, ...]
 
 
-def linear_layout(linear: nn.Linear) -> LinearLayout | str:
+def linear_layout(linear: nn.Module) -> LinearLayout | str:
     """Return the layout of a linear with a DTensor weight, or why it is unknown."""
+    refusal = refusal_of_backend(linear)
+    if refusal:
+        return refusal
     weight = linear.weight
     assert isinstance(weight, DTensor)
-    if _is_by_torchtitan(linear):
-        return BY_TORCHTITAN
     mesh = tensor_parallel_mesh(linear)
     if mesh is None:
         return (
@@ -88,20 +94,30 @@ def linear_layout(linear: nn.Linear) -> LinearLayout | str:
             f"its {divided} {kind}s do not divide by the {num_ranks} ranks, but only equal parts are supported. Pad "
             "its weight"
         )
-    forward = closure_of(vars(linear).get("forward")).get("original_forward", linear.forward)  # transformers wraps it
-    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+    if getattr(_original_forward(linear), "__func__", None) is not nn.Linear.forward:
         return "its forward is not that of torch.nn.Linear, and operators compute no other formula. Leave it unchanged"
-    return _transformers_layout(linear, kind, mesh) or _torch_layout(linear, kind, mesh)
+    for read in (_configured_layout, _transformers_layout):
+        layout = read(linear, kind, mesh)
+        if layout is not None:
+            return layout
+    return _torch_layout(linear, kind, mesh)
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Return whether a module is a linear with a DTensor weight, or one that another backend of torchtitan split."""
+    return isinstance(module, nn.Linear) and (isinstance(module.weight, DTensor) or bool(refusal_of_backend(module)))
 
 
 def is_split(linear: nn.Linear) -> bool:
     """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
-    return bool(_meshes_of(linear)) or _is_by_torchtitan(linear)
+    return bool(_meshes_of(linear)) or bool(refusal_of_backend(linear))
 
 
-def _is_by_torchtitan(module: nn.Module) -> bool:
-    """Return whether torchtitan 0.3 spread a module over ranks: its forward is a function within `Module.parallelize`."""
-    return {"parallel_dims", "fn"} <= closure_of(vars(module).get("forward")).keys()
+def _original_forward(module: nn.Module) -> Hook:
+    """Return the forward that transformers or torchtitan 0.3 wrapped; a module's own if none did."""
+    found = closure_of(vars(module).get("forward"))
+    forward: Hook = found.get("fn" if "parallel_dims" in found else "original_forward", module.forward)
+    return forward
 
 
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
@@ -122,10 +138,42 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
 
 
 def _meshes_of(linear: nn.Linear) -> list[DeviceMesh]:
-    """Return the meshes in closures of a linear's hooks and forward: torch calls them `device_mesh`, transformers `mesh`."""
+    """Return the meshes in closures of a linear's hooks and forward: torch calls them `device_mesh`, transformers `mesh`;
+    torchtitan 0.3 knows them by name.
+    """
     functions = *linear._forward_pre_hooks.values(), vars(linear).get("forward")
     found = [closure_of(function).get(name) for function in functions for name in ("device_mesh", "mesh")]
-    return [each for each in found if isinstance(each, DeviceMesh)]
+    return [each for each in (*found, tensor_parallel_mesh_of(linear)) if isinstance(each, DeviceMesh)]
+
+
+def _configured_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str | None:
+    """Read the layout that torchtitan 0.3 configured; None if it did not.
+
+    A column-parallel linear gets whole inputs, and `boundary_of` says of the modules around it what makes them whole.
+    """
+    config = config_of(linear)
+    if config is None:
+        return None
+    if _uses_in_hooks(linear, DTENSOR_NAMES):
+        return TAKES_DTENSORS
+    given, wanted = inputs_of(config).get("input", (None, None))
+    source, output = output_of(config)
+    is_column = kind == "column"
+    if given != wanted or (wanted not in (None, *WHOLE) if is_column else wanted in WHOLE):
+        return f"its configuration makes its input {wanted} of {given}, which is not supported. Leave it unchanged"
+    if is_column and source != output:
+        return f"its configuration makes its output {output} of {source}, but only its own part is supported"
+    if not is_column and not (output in WHOLE or (isinstance(output, int) and output >= 0)):
+        return f"its output stays {output or source or 'as it is'}, so it sends nothing itself. Leave it unchanged"
+    outputs = Shard(-1) if is_column else Shard(output) if isinstance(output, int) else Replicate()
+    return LinearLayout(
+        kind=kind,
+        mesh=mesh,
+        input_layouts=(Replicate() if is_column else Shard(-1),),
+        output_layouts=(outputs,),
+        is_output_local=False,
+        is_configured=True,
+    )
 
 
 def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str:
@@ -135,9 +183,7 @@ def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: Devic
     if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
         return "its hooks are not those of ColwiseParallel or RowwiseParallel. Parallelize it by parallelize_module"
     if _uses_in_hooks(linear, DTENSOR_NAMES):
-        return (
-            "a hook of the job's takes its inputs or outputs for DTensors, but operators have a rank's part. Remove the hook"
-        )
+        return TAKES_DTENSORS
     input_hook, (input_layouts, *_) = inputs[0]
     output_hook, (output_layouts, is_local) = outputs[0]
     return LinearLayout(
@@ -191,27 +237,63 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
     return None
 
 
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """What torchtitan 0.3 does with the inputs of a module before it runs.
+
+    `name`: that of the module's class. `gathered`: the inputs, by name, that it makes whole of parts of the sequence.
+    `is_whole`: they are whole, and it sums their gradients. `obstacle`: why gathered inputs may not stay parts.
+    """
+
+    name: str
+    gathered: tuple[str, ...]
+    is_whole: bool
+    obstacle: str
+
+
+def boundary_of(module: nn.Module) -> Boundary | None:
+    """Return what torchtitan 0.3 does with the inputs of a module that is no linear; None if nothing is configured."""
+    config = config_of(module)
+    changes = getattr(module, "_redistribute_inputs", None)
+    if config is None or changes is None or isinstance(module, nn.Linear) or not config.in_dst_shardings:
+        return None
+    found = inputs_of(config)
+    gathered = tuple(
+        name for name, (given, wanted) in found.items() if isinstance(given, int) and given >= 0 and wanted in WHOLE
+    )
+    is_whole = any(given == "I" and wanted == "R" for given, wanted in found.values())
+    obstacle = _obstacle_in(module) if gathered else ""
+    return Boundary(name=type(module).__name__, gathered=gathered, is_whole=is_whole, obstacle=obstacle)
+
+
+def _obstacle_in(module: nn.Module) -> str:
+    """Return why the parts of a module do not all run on parts of the sequence; or nothing.
+
+    torchtitan's own check would fail in a part that asks for whole inputs.
+    """
+    for name, each in module.named_modules():
+        if _takes_local(each):
+            return f"{name or 'its forward'} takes a rank's part of DTensors"
+        config = None if each is module else config_of(each)
+        if config is None:
+            continue
+        is_column = any(
+            isinstance(own, DTensor) and own.placements[-1] == Shard(0) for own in each.parameters(recurse=False)
+        )
+        is_taken = is_column and isinstance(each, nn.Linear) and not isinstance(linear_layout(each), str)
+        if not is_taken and (is_column or any(given in WHOLE for given, _ in inputs_of(config).values())):
+            return f"{name} within needs it whole"
+    return ""
+
+
 def _takes_local(module: nn.Module) -> bool:
     """Return whether the code of a module's forward or hooks names this rank's part of a DTensor; functions that it calls
     are not read.
     """
-    return _uses(module.forward, LOCAL_NAMES) or _uses_in_hooks(module, LOCAL_NAMES)
+    return uses(_original_forward(module), LOCAL_NAMES) or _uses_in_hooks(module, LOCAL_NAMES)
 
 
 def _uses_in_hooks(module: nn.Module, names: frozenset[str]) -> bool:
-    return any(_uses(hook, names) for kind in HOOKS for hook in vars(module)[kind].values())
-
-
-def _uses(function: Callable[..., Any], names: frozenset[str]) -> bool:
-    """Return whether the code of a function, or of functions defined within, has one of these names."""
-    waiting = [getattr(inspect.unwrap(function), "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            if not names.isdisjoint(code.co_names):
-                return True
-            waiting += code.co_consts
-    return False
+    return any(uses(hook, names) for kind in HOOKS for hook in vars(module)[kind].values())
 
 
 def is_sequence(layout: Any) -> bool:
@@ -223,11 +305,3 @@ def _bound(hook: Hook, name: str) -> Layouts:
     """Return the arguments bound into the function that a hook of `distribute_module` calls."""
     function = closure_of(hook).get(name)
     return function.args if isinstance(function, partial) else ()
-
-
-def closure_of(hook: Hook | None) -> dict[str, Any]:
-    """Return a function's closure variables by name; nothing for objects that are no such function."""
-    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
-    return (
-        {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))
-    )

@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from counterpoint.display import capped
 from counterpoint.errors import IntegrationError
+from counterpoint.integrations.closures import Hook
 from counterpoint.integrations.lane_collectives import require_switch, warn_from_first_rank
-from counterpoint.integrations.layouts import Hook
 from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput
 from counterpoint.integrations.switched_hooks import Switch, unless_local
 from counterpoint.ops.operator_call import CallCounts, calls_of, expert_calls_of

@@ -123,7 +123,7 @@ class ColumnwiseForward:
         if dim is None:
             self._count_distributed(given)
             return self._forward(_as_prepared(given, self.layout))
-        num_parts = self._route.num_ranks if isinstance(given, DTensor) else 1
+        num_parts = self._route.num_ranks if isinstance(given, DTensor) and not self.is_whole else 1
         if _runs_originally((given.shape, dim, num_parts), self._route):
             prepared = _as_prepared(given, self.layout)
             if isinstance(prepared, DTensor):
@@ -144,7 +144,8 @@ class ColumnwiseForward:
 
     def _count_distributed(self, given: torch.Tensor) -> None:
         """Count a call whose input was to be plain and is a DTensor. Code made by torch.compile does not count it."""
-        if self.is_whole and isinstance(given, DTensor) and not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if self.is_whole and isinstance(given, DTensor) and not self.layout.is_configured and not is_compiling:
             calls_of(self._route.group_name).add_library("an input that is a DTensor already", is_original=True)
 
     def conditions(self, given: torch.Tensor) -> tuple[object, ...]:
@@ -171,7 +172,9 @@ class ColumnwiseForward:
         operator's. Nothing is ever sent for a whole input that needs no gradient.
         """
         if self.is_whole:
-            return 0 if torch.is_grad_enabled() and given.requires_grad and not isinstance(given, DTensor) else None
+            placements = given.placements if isinstance(given, DTensor) else None
+            is_known = placements == ((Replicate(),) if self.layout.is_configured else None)
+            return 0 if is_known and torch.is_grad_enabled() and given.requires_grad else None
         if not isinstance(given, DTensor):
             return self._input_dim
         placement = given.placements[0]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from counterpoint.ops import operators
 
@@ -110,8 +110,8 @@ def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: R
 def neighbor_product(
     given: torch.Tensor, weights: list[DTensor], position: int, route: tuple[str, int, str]
 ) -> torch.Tensor:
-    """Return the product of the weight at `position`, for code made by torch.compile: as `gather_multiply` of a DTensor, and
-    as `multiply_whole` of a plain tensor.
+    """Return the product of the weight at `position`, for code made by torch.compile: as `gather_multiply` of a DTensor
+    of parts, and as `multiply_whole` of what is whole.
 
     Dynamo does not trace inside. Neighbors must share one operator, but under activation checkpointing dynamo rejects
     code that keeps a product for the next linear. The later stages of torch.compile run this function with fake tensors
@@ -128,10 +128,11 @@ def neighbor_product(
     earlier, waiting = vars(given).get(READY, (None, {}))
     if earlier != conditions or position not in waiting:
         parts = local_parts(weights)
-        if isinstance(given, DTensor):
-            products = gather_multiply(cast_for_matmul(given.to_local()), parts, given.placements[0].dim, Route(*route))
+        local = cast_for_matmul(given.to_local() if isinstance(given, DTensor) else given)
+        if isinstance(given, DTensor) and isinstance(given.placements[0], Shard):
+            products = gather_multiply(local, parts, given.placements[0].dim, Route(*route))
         else:
-            products = multiply_whole(cast_for_matmul(given), parts, Route(*route))
+            products = multiply_whole(local, parts, Route(*route))
         waiting = dict(enumerate(products))
         vars(given)[READY] = conditions, waiting
         _left_on[neighbors] = weakref.ref(given)

@@ -4,14 +4,17 @@ they call the originals.
 torch.compile guards on what these functions read, so they read the switch and otherwise only constants.
 """
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, final
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from counterpoint.integrations.layouts import GatheringHook, Hook, LinearLayout
+from counterpoint.integrations.closures import Hook
+from counterpoint.integrations.layouts import Boundary, GatheringHook, LinearLayout
 from counterpoint.ops.dispatch import is_observed
 
 
@@ -70,6 +73,21 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
             elif not isinstance(given, DTensor):
                 prepared[position] = DTensor.from_local(given, mesh, (layout,), run_check=False)
         return tuple(prepared)
+
+    return prepare
+
+
+def keep_inputs_sharded(module: Any, found: Boundary, switch: Switch) -> Callable[..., Any]:
+    """Replace the function by which torchtitan 0.3 redistributes a module's inputs: it does everything but the gather."""
+    earlier, redistribute, config = module._redistribute_inputs, type(module)._redistribute_inputs, module._sharding_config
+    changed = copy.copy(config)
+    changed.in_dst_shardings = config.in_dst_shardings | {name: config.in_src_shardings[name] for name in found.gathered}
+    alike = SimpleNamespace(_sharding_config=changed, _cache_pos_arg_names=module._cache_pos_arg_names)
+
+    def prepare(parallel_dims: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not switch.holds:
+            return earlier(parallel_dims, inputs, named)
+        return redistribute(alike, parallel_dims, inputs, named)
 
     return prepare
 

@@ -1,6 +1,6 @@
 """Hides the gathers and reductions of tensor parallelism behind its own matmuls, eager and under torch.compile.
 
-    parallelize_module(block, mesh, plan)      # with inputs and outputs sharded along the sequence
+    parallelize_module(block, mesh, plan)      # with inputs and outputs sharded along the sequence; or torchtitan's own
     overlapped = tensor_parallel.overlap(block)
     ...
     overlapped.use(False)                      # between steps: as before, and use(True) again
@@ -12,20 +12,31 @@ column-parallel ones sum their input's gradient beside the matmul of their weigh
 v; gate and up) are assumed to have the same input and share one gather or one sum; if that proves wrong they are
 separated, and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
 
-Inputs that `PrepareModuleInput` gathered arrive as sharded DTensors of the same shape; for any other use in the module,
-DTensor itself gathers them. With FSDP2, call `overlap` before or after `fully_shard`, but not between a forward and a
-backward pass.
+Inputs that `PrepareModuleInput` or a module of torchtitan 0.3 gathered arrive as sharded DTensors of the same shape; for any
+other use in the module, DTensor itself gathers them. With FSDP2, call `overlap` before or after `fully_shard`, but not
+between a forward and a backward pass.
 """
+
+from collections.abc import Iterable
 
 import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from counterpoint.errors import IntegrationError
 from counterpoint.integrations.eager_linears import OPERATORS as EAGER_OPERATORS
-from counterpoint.integrations.layouts import LinearLayout, gathering_hook, is_sequence, is_split, linear_layout
+from counterpoint.integrations.layouts import (
+    Boundary,
+    LinearLayout,
+    boundary_of,
+    gathering_hook,
+    is_parallel,
+    is_sequence,
+    is_split,
+    linear_layout,
+)
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.parallel_linears import (
     AllReduceForward,
@@ -34,7 +45,7 @@ from counterpoint.integrations.parallel_linears import (
     RowwiseForward,
     SharedInput,
 )
-from counterpoint.integrations.switched_hooks import annotate, keep_sharded, pass_on
+from counterpoint.integrations.switched_hooks import annotate, keep_inputs_sharded, keep_sharded, pass_on
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
 
@@ -56,37 +67,43 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     overlapped = Overlapped(is_on=is_on)
     # FSDP2's weights are DTensors, too
     sharded = {part for each in module.modules() if isinstance(each, FSDPModule) for part in each.modules()}
-    parallel = [(name, each) for name, each in module.named_modules() if _is_parallel(each)]
+    parallel = [(name, each) for name, each in module.named_modules() if is_parallel(each)]
+    overlapped.require_new(parallel, ParallelForward)
     linears = [(name, each) for name, each in parallel if each not in sharded or is_split(each)]
     require(
         bool(linears),
         IntegrationError,
         f"{type(module).__name__} has no linear that parallelize_module has split. Parallelize it first.",
     )
-    overlapped.require_new(linears, ParallelForward)
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
-    shared = {name: SharedInput() for name in gathering}
+    boundaries = _boundaries_in(module)
+    shared = {name: SharedInput() for name in (*gathering, *(name for name, each in boundaries.items() if each.gathered))}
     whole = {_parent(name): SharedInput() for name, _ in linears}
     columns: dict[str, ColumnwiseForward] = {}
     for name, linear in linears:
-        layout = linear_layout(linear)
+        layout = _layout_within(name, linear, boundaries)
         if isinstance(layout, str):
             overlapped.refused[name] = layout
         elif layout.kind == "row":
             _take_row(overlapped, name, linear, (layout, text))
         else:
-            gathered = _nearest(name, shared)
+            around = _nearest(name, boundaries if layout.is_configured else gathering)
+            gathered = None if around is None else shared.get(around)
             rest = layout, gathered or whole[_parent(name)], text
             column = _take_column(overlapped, name, linear, rest, is_gathered=gathered is not None)
             if column is not None:
                 columns[name] = column
     _join_neighbors(columns)
-    for name, hook in gathering.items():
-        if any(_nearest(taken, shared) is shared[name] for taken in overlapped.taken):
+    for name, inputs in shared.items():
+        if any(column.shared is inputs for column in columns.values()):
             container = module.get_submodule(name)
-            hooks = container._forward_pre_hooks
-            overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
-            overlapped.finish_with(container, shared[name])
+            if name in gathering:
+                hook, hooks = gathering[name], container._forward_pre_hooks
+                overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
+            else:
+                prepare = keep_inputs_sharded(container, boundaries[name], overlapped.switch)
+                overlapped.exchange(vars(container), "_redistribute_inputs", prepare)
+            overlapped.finish_with(container, inputs)
     for name in {_parent(name) for name, column in columns.items() if column.is_whole and len(column.group) > 1}:
         overlapped.finish_with(module.get_submodule(name), whole[name])
     overlapped.require_taken(f"No linear of {type(module).__name__}")
@@ -96,16 +113,42 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
 
 def waiting_linears(module: nn.Module) -> list[nn.Module]:
     """Return the linears in the module that parallelize_module has split and that `overlap` has not taken."""
-    linears = (each for each in module.modules() if _is_parallel(each) and not is_overlapped(each, ParallelForward))
-    return [each for each in linears if not isinstance(linear_layout(each), str)]  # FSDP2's weights are DTensors as well
+    boundaries = _boundaries_in(module)
+    return [
+        each
+        for name, each in module.named_modules()
+        if is_parallel(each)
+        and not is_overlapped(each, ParallelForward)
+        and not isinstance(_layout_within(name, each, boundaries), str)  # FSDP2's weights are DTensors as well
+    ]
 
 
 def why_none_waits(module: nn.Module) -> str:
     """Return why `overlap` cannot take the first of the linears in the module that it cannot take; nothing without any."""
+    boundaries = _boundaries_in(module)
     for name, each in module.named_modules():
-        if _is_parallel(each) and is_split(each) and isinstance(reason := linear_layout(each), str):
+        if is_parallel(each) and is_split(each) and isinstance(reason := _layout_within(name, each, boundaries), str):
             return f"{name or 'the linear'}: {reason}"
     return ""
+
+
+def _boundaries_in(module: nn.Module) -> dict[str, Boundary]:
+    """Return the modules by name whose inputs torchtitan 0.3 redistributes, with what it does."""
+    return {name: found for name, each in module.named_modules() if (found := boundary_of(each))}
+
+
+def _layout_within(name: str, linear: nn.Module, boundaries: dict[str, Boundary]) -> LinearLayout | str:
+    """Return the layout of a linear in a model with these boundaries, or why it is unknown or not supported."""
+    layout = linear_layout(linear)
+    if isinstance(layout, str) or layout.kind == "row" or not layout.is_configured:
+        return layout
+    around = _nearest(name, boundaries)
+    found = None if around is None else boundaries[around]
+    if found is None or not (found.gathered or found.is_whole):
+        return "its input arrives whole, and no module around it gathers it or sums its gradient. Leave it unchanged"
+    if found.obstacle:
+        return f"the {found.name} around it gathers its input, but {found.obstacle}. Leave it unchanged"
+    return layout
 
 
 def _check_arguments(module: object, schedule: object) -> None:
@@ -155,6 +198,10 @@ def _take_column(
     """Take a column-parallel linear, whose input a module around it gathers or not; return one that may have neighbors."""
     layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
+    if layout.is_configured:
+        column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule), is_whole=not is_gathered)
+        overlapped.replace_forward(name, linear, column)
+        return column
     if key is not None and is_sequence(layout.input_layouts[0]):
         shared_by_none, input_dim = SharedInput(), layout.input_layouts[0].dim
         forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim=input_dim)
@@ -195,11 +242,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _nearest(name: str, shared: dict[str, SharedInput]) -> SharedInput | None:
-    """Return the inputs of the innermost module around `name` that gathers them."""
-    around = [outer for outer in shared if not outer or name == outer or name.startswith(f"{outer}.")]
-    return shared[max(around, key=len)] if around else None
-
-
-def _is_parallel(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and isinstance(module.weight, DTensor)
+def _nearest(name: str, outers: Iterable[str]) -> str | None:
+    """Return the innermost module of these around `name`."""
+    around = [outer for outer in outers if not outer or name == outer or name.startswith(f"{outer}.")]
+    return max(around, key=len, default=None)

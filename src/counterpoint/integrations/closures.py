@@ -1,0 +1,28 @@
+"""Reads closures and code of functions: what frameworks bound into the functions that they left on a module."""
+
+import inspect
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+Hook = Callable[..., Any]
+
+
+def closure_of(hook: Hook | None) -> dict[str, Any]:
+    """Return a function's closure variables by name; nothing for objects that are no such function."""
+    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
+    return (
+        {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))
+    )
+
+
+def uses(function: Callable[..., Any], names: frozenset[str]) -> bool:
+    """Return whether the code of a function, or of functions defined within, has one of these names."""
+    waiting = [getattr(inspect.unwrap(function), "__code__", None)]
+    while waiting:
+        code = waiting.pop()
+        if isinstance(code, CodeType):
+            if not names.isdisjoint(code.co_names):
+                return True
+            waiting += code.co_consts
+    return False
