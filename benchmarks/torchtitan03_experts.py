@@ -8,109 +8,53 @@ The model is the 16B flavor with 6 layers and 32,768 words, and `JOB` says how i
 each rank in a step. `benchmarks.torchtitan03_model` builds it, with stand-ins for what torch 2.11 lacks. torchtitan sums the
 experts' results with its own scatter; one took 1.4 ms on an H200 with torch 2.11.
 
-First the loss and gradients of one batch are compared: bare, bare again, and with the operators. Gradients are not the same
-bit by bit even in two bare passes, so their norms may differ by two roundings to bf16. Then come blocks of steps in the
-order off, on, on, off, each after a warm-up: both ways meet the same clocks, temperatures and data. `--cpu` has small sizes,
-and shows only that the benchmark runs.
+`benchmarks.torchtitan03_steps` says what is compared and timed. Gradients are not the same bit by bit even in two bare
+passes, so their norms may differ by two roundings to bf16. `--cpu` has small sizes, and shows only that the benchmark runs.
 """
 
-import argparse
-import faulthandler
-import gc
 import json
-import os
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Iterable
-from datetime import timedelta
-from importlib.metadata import version
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import conditions, on_gpus
-from benchmarks.on_gpus import is_first, log
+from benchmarks.on_gpus import log
 from benchmarks.torchtitan03_model import Built, Sizes, build, local
-from benchmarks.torchtitan_experts import figure
+from benchmarks.torchtitan03_steps import (
+    Blocks,
+    Job,
+    check,
+    join,
+    measure,
+    measuring_conditions,
+    parser_of,
+    store,
+    summarize,
+    synchronize,
+)
 from counterpoint import ops
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.integrations import expert_parallel
 
-LIMIT_S = 300  # of everything; a hang shows all stacks and ends
-JOIN_TIMEOUT = timedelta(seconds=90)
-NORM_LIMIT = 2**-7  # of relative differences of gradients' norms: two roundings to bf16
-LOSS_LIMIT = 2**-9  # of the relative difference of the first losses: a rounding to bf16
-NUM_BATCHES = 8
 JOB = (
     "DeepSeek-V3 of torchtitan, random words, expert parallel and FSDP2 over all ranks, spmd_backend partial_dtensor, bf16 "
     "with fp32 parameters and reductions, eager, no activation checkpointing, PyTorch's attention, AdamW (fused), gradients "
     "clipped, load balancing by torchtitan's hook; blocks of {} steps off/on/on/off, each after {} of warm-up; ms of rank 0"
 )
-LEARNING = {"lr": 2.2e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-
-
-class Blocks(NamedTuple):
-    """How often the order off, on, on, off is run, and the steps of a block."""
-
-    rounds: int
-    steps: int
-    warm_ups: int
-
 
 ON_GPUS = Sizes("16B", layers=6, words=32768, sequences=4, tokens=4096), Blocks(rounds=3, steps=10, warm_ups=5)
 ON_CPUS = Sizes("debugmodel", layers=3, words=2048, sequences=2, tokens=64), Blocks(rounds=2, steps=2, warm_ups=1)
 
 
-class Job:
-    """Training steps on random words, which differ between ranks and repeat after `NUM_BATCHES`."""
+class ExpertsJob(Job):
+    """It balances the loads of the experts, too."""
 
     def __init__(self, built: Built, sizes: Sizes, device: torch.device) -> None:
-        from torchtitan.components.loss import cross_entropy_loss  # noqa: PLC0415  its folder is known only now
         from torchtitan.components.optimizer import register_moe_load_balancing_hook  # noqa: PLC0415
-        from torchtitan.distributed.utils import clip_grad_norm_  # noqa: PLC0415
 
-        self.model, self.device = built.model, device
-        self._loss, self._clip = cross_entropy_loss, clip_grad_norm_
-        generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-        shape = (NUM_BATCHES, sizes.sequences, sizes.tokens + 1)
-        self._batches = torch.randint(0, sizes.words, shape, generator=generator).to(device)
-        self._positions = torch.arange(sizes.tokens, device=device).expand(sizes.sequences, -1)
-        self._num_tokens = sizes.sequences * sizes.tokens * dist.get_world_size()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **LEARNING, fused=True)
+        super().__init__(built, sizes, device)
         register_moe_load_balancing_hook(self.optimizer, [self.model], built.dims)
-        self._num_steps = 0
-
-    def forward_backward(self, number: int) -> torch.Tensor:
-        """This rank's share of the loss of a batch; gradients are added up."""
-        batch = self._batches[number % NUM_BATCHES]
-        predicted = self.model(batch[:, :-1], positions=self._positions, attention_masks=None)
-        loss: torch.Tensor = self._loss(predicted, batch[:, 1:]) / self._num_tokens
-        del predicted  # backward needs the memory
-        loss.backward()
-        return loss.detach()
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss = self.forward_backward(self._num_steps)
-        self._clip(self.model.parameters(), 1.0, foreach=True, ep_enabled=True)
-        self.optimizer.step()
-        self._num_steps += 1
-        return loss
-
-    def loss_and_gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
-        """Of the first batch: the mean loss of all ranks, and this rank's parts of the gradients."""
-        self.optimizer.zero_grad()
-        loss = self.forward_backward(0)
-        dist.all_reduce(loss)
-        gradients = {name: each.grad for name, each in self.model.named_parameters()}
-        found = {name: local(each).detach().clone() for name, each in gradients.items() if each is not None}
-        self.optimizer.zero_grad()
-        return loss.item(), found
 
     def loads(self) -> list[list[float]]:
         """The largest load of an expert, and of a rank's experts, over the mean, by layer, since the last step."""
@@ -124,196 +68,45 @@ class Job:
         return found
 
 
-def norms(parts: Iterable[torch.Tensor]) -> list[float]:
-    """The norms of tensors of which each rank has another part."""
-    squares = torch.stack([each.double().square().sum() for each in parts])
-    dist.all_reduce(squares)
-    found: list[float] = squares.sqrt().tolist()
-    return found
+def kind_of(name: str) -> str:
+    """The kind of a parameter."""
+    return "experts" if "inner_experts" in name else "router" if "router" in name else "others"
 
 
-def compare(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The largest relative differences of gradients: of their norms, and the norm of the difference, also by kind."""
-    assert wanted.keys() == found.keys(), wanted.keys() ^ found.keys()
-    bare = [max(norm, 1e-12) for norm in norms(wanted.values())]
-    ours, apart = norms(found.values()), norms(found[name].double() - each.double() for name, each in wanted.items())
-    of_norms = {name: abs(our - base) / base for name, our, base in zip(wanted, ours, bare, strict=True)}
-    of_difference = {name: far / base for name, far, base in zip(wanted, apart, bare, strict=True)}
-    kinds: dict[str, float] = {}
-    for name, value in of_difference.items():
-        kind = "experts" if "inner_experts" in name else "router" if "router" in name else "others"
-        kinds[kind] = max(kinds.get(kind, 0.0), value)
-    worst, farthest = (max(each, key=each.__getitem__) for each in (of_norms, of_difference))
-    return {
-        "num_parameters": len(wanted),
-        "largest_difference_of_norms": of_norms[worst],
-        "of_parameter": worst,
-        "largest_norm_of_difference": of_difference[farthest],
-        "that_of_parameter": farthest,
-        "largest_norm_of_difference_by_kind": kinds,
-    }
-
-
-def check(job: Job) -> tuple[expert_parallel.Overlapped, dict[str, Any]]:
-    """Overlap the experts; say how far loss and gradients are from those before, and those before from each other."""
-    bare, wanted = job.loss_and_gradients()
-    again, found = job.loss_and_gradients()
-    noise = compare(wanted, found)
-    overlapped = expert_parallel.overlap(job.model)
-    ours, found = job.loss_and_gradients()
-    differences = compare(wanted, found)
-    distance = abs(bare - ours) / abs(bare)
-    return overlapped, {
-        "loss_off": bare,
-        "loss_off_again": again,
-        "loss_on": ours,
-        "loss_is_equal": bare == ours,
-        "loss_difference": distance,
-        "off_again_against_off": noise,
-        "on_against_off": differences,
-        "limit": NORM_LIMIT,
-        "agrees": distance <= LOSS_LIMIT and differences["largest_difference_of_norms"] <= NORM_LIMIT,
-        "loads_of_experts_and_ranks": job.loads(),
-        "overlapped": str(overlapped),
-    }
-
-
-class Moment:
-    """A point in the GPU's own order, or in time on CPUs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-        self._clock_s = time.perf_counter()
-
-    def ms_until(self, later: "Moment") -> float:
-        if self._event is not None:
-            return float(self._event.elapsed_time(later._event))
-        return (later._clock_s - self._clock_s) * 1000
-
-
-def run_block(job: Job, blocks: Blocks, *, is_on: bool) -> dict[str, Any]:
-    """Steps one way: ms of each on this rank, the mean loss, and the most memory of PyTorch on a rank."""
-    on_gpu = job.device.type == "cuda"
-    gc.collect()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(blocks.warm_ups):
-        job.step()
-    synchronize(job.device)
-    gc.disable()
-    moments, losses = [Moment(job.device)], []
-    for _ in range(blocks.steps):
-        losses.append(job.step())
-        moments.append(Moment(job.device))
-    synchronize(job.device)
-    gc.enable()
-    loss = torch.stack(losses).mean()
-    dist.all_reduce(loss)
-    return {
-        "way": "on" if is_on else "off",
-        "ms": [round(begin.ms_until(end), 3) for begin, end in pairwise(moments)],
-        "mean_loss": round(loss.item(), 5),
-        "peak_bytes": int(on_gpus.largest([torch.cuda.max_memory_allocated()])[0]) if on_gpu else 0,
-    }
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for all ranks and their GPUs."""
-    dist.barrier(device_ids=None if device.index is None else [device.index])
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def summarize(ran: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median, quartiles and memory of both ways, and the change."""
-    found: dict[str, Any] = {}
-    for way in ("off", "on"):
-        chosen = [block for block in ran if block["way"] == way]
-        found[way] = figure([ms for block in chosen for ms in block["ms"]]) | {
-            "medians_of_blocks_ms": [round(statistics.median(block["ms"]), 2) for block in chosen],
-            "peak_bytes": max(block["peak_bytes"] for block in chosen),
-        }
-    off, on = found["off"], found["on"]
-    found["change_percent"] = round(100 * (on["median_ms"] / off["median_ms"] - 1), 2)
-    found["quartiles_are_apart"] = on["high_ms"] < off["low_ms"] or on["low_ms"] > off["high_ms"]
-    return found
-
-
-def measuring_conditions(built: Built, sizes: Sizes, blocks: Blocks, device: torch.device) -> dict[str, object]:
-    """Where and what was measured."""
+def shapes_of(built: Built, sizes: Sizes) -> dict[str, int]:
     config, experts = built.config, built.config.layers[-1].moe
-    own = {
-        "python": platform.python_version(),
-        "torchtitan": version("torchtitan"),
-        "spmd_types": version("spmd_types"),
-        "ranks": dist.get_world_size(),
-        "shapes": {
-            "layers": len(config.layers),
-            "dim": config.dim,
-            "words": config.vocab_size,
-            "experts": experts.num_experts,
-            "top": experts.router.top_k,
-            "hidden": experts.routed_experts.inner_experts.hidden_dim,
-            "shared_hidden": experts.shared_experts.w1.out_features,
-            "sequences_per_rank": sizes.sequences,
-            "tokens_per_sequence": sizes.tokens,
-            "parameters": sum(each.numel() for each in built.model.parameters()),
-        },
-        "job": JOB.format(blocks.steps, blocks.warm_ups),
-        "shims": built.stand_ins,
+    return {
+        "layers": len(config.layers),
+        "dim": config.dim,
+        "words": config.vocab_size,
+        "experts": experts.num_experts,
+        "top": experts.router.top_k,
+        "hidden": experts.routed_experts.inner_experts.hidden_dim,
+        "shared_hidden": experts.shared_experts.w1.out_features,
+        "sequences_per_rank": sizes.sequences,
+        "tokens_per_sequence": sizes.tokens,
     }
-    return conditions.conditions() | own if device.type == "cpu" else on_gpus.conditions(**own)
-
-
-def store(output: Path | None, result: dict[str, Any]) -> None:
-    """Write what there is so far, on the first rank."""
-    if output is not None and is_first():
-        output.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def join(*, has_gpus: bool) -> torch.device:
-    """Meet the other ranks as torchtitan does, which ties its group to no device."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_gpus else torch.device("cpu")
-    if has_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if has_gpus else "gloo", timeout=JOIN_TIMEOUT)
-    return device
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    where = "a folder with torchtitan 0.3.0 or what it imports; may be given again; not needed if they are installed"
-    parser.add_argument("--torchtitan", type=Path, action="append", default=[], metavar="DIR", help=where)
-    parser.add_argument("--cpu", action="store_true", help="small sizes by gloo, without a GPU")
-    parser.add_argument("-o", "--output", type=Path)
-    return parser.parse_args()
 
 
 def main() -> None:
-    options = parse()
+    options = parser_of(__doc__).parse_args()
     sys.path[:0] = [str(folder.resolve()) for folder in options.torchtitan]
     device = join(has_gpus=not options.cpu)
     sizes, blocks = ON_CPUS if options.cpu else ON_GPUS
     built = build(sizes, device)
-    job = Job(built, sizes, device)
-    result: dict[str, Any] = {"conditions": measuring_conditions(built, sizes, blocks, device)}
+    job = ExpertsJob(built, sizes, device)
+    words = JOB.format(blocks.steps, blocks.warm_ups)
+    result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
     log(json.dumps(result["conditions"]))
-    overlapped, result["check"] = check(job)
+    overlapped, result["check"] = check(job, expert_parallel.overlap, kind_of)
+    result["check"]["loads_of_experts_and_ranks"] = job.loads()
     log(json.dumps(result["check"], indent=1))
     log("agrees" if result["check"]["agrees"] else "DOES NOT AGREE within the limits")
     store(options.output, result)
-    ran = result["blocks"] = []
-    for is_on in (False, True, True, False) * blocks.rounds:
-        overlapped.use(is_on)
-        ran.append(run_block(job, blocks, is_on=is_on))
-        log(f"{ran[-1]['way']:3} {statistics.median(ran[-1]['ms']):.2f} ms, loss {ran[-1]['mean_loss']}")
-        store(options.output, result)
+    result["blocks"] = measure(job, overlapped, blocks, lambda ran: store(options.output, result | {"blocks": ran}))
     job.optimizer.zero_grad()
     job.forward_backward(0)  # so that the loads are those of one batch
-    result["summary"] = summarize(ran) | {
+    result["summary"] = summarize(result["blocks"]) | {
         "symmetric_bytes": sum(each.num_bytes for each in ops.pool_report()),
         "most_kept_bytes_of_a_call": overlapped.most_kept_bytes,
         "loads_of_experts_and_ranks_at_end": job.loads(),

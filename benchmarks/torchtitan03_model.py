@@ -1,4 +1,5 @@
-"""torchtitan 0.3.0's DeepSeek-V3 as its trainer builds it, with expert parallelism and FSDP2 over all ranks.
+"""torchtitan 0.3.0's models as its trainer builds them: DeepSeek-V3 with expert parallelism and FSDP2 over all ranks, and
+Llama 3 with tensor and sequence parallelism over all ranks.
 
 torchtitan 0.3.0 uses three things that torch 2.11 lacks and 2.13 has. `build` puts stand-ins where one is missing, and
 names them in its result. A class is only imported; a question about tracing is always answered with no. And since
@@ -50,23 +51,48 @@ class Built(NamedTuple):
 
 
 def build(sizes: Sizes, device: torch.device) -> Built:
-    """The model with random weights on this rank's device, ready to train."""
-    stand_ins = _stand_in_for_names()
-    if device.type == "cpu":
-        torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan would take GPUs, though there are none
-    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: PLC0415
-    from torchtitan.distributed import ParallelDims  # noqa: PLC0415
-    from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415
+    """DeepSeek-V3 with random weights on this rank's device, ready to train."""
+    stand_ins = _prepare(device)
+    from torchtitan.config import ParallelismConfig  # noqa: PLC0415
 
     stand_ins += _stand_in_for_sharding()
-    set_spmd_backend(BACKEND)
     num_ranks = dist.get_world_size()
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=num_ranks, expert_parallel_degree=num_ranks, spmd_backend=BACKEND
     )
-    dims = ParallelDims.from_config(parallelism, num_ranks)
+    return _built(_specification(sizes), parallelism, sizes, device)._replace(stand_ins=stand_ins)
+
+
+def build_tensor_parallel(sizes: Sizes, device: torch.device) -> Built:
+    """Llama 3, likewise."""
+    stand_ins = _prepare(device)
+    from torchtitan.config import ParallelismConfig  # noqa: PLC0415
+    from torchtitan.models.llama3 import model_registry  # noqa: PLC0415
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa: PLC0415
+
+    parallelism = ParallelismConfig(tensor_parallel_degree=dist.get_world_size(), spmd_backend=BACKEND)
+    spec = _sized(model_registry(sizes.flavor), sizes)
+    set_llama3_sharding_config(spec.model, enable_sp=True)
+    return _built(spec, parallelism, sizes, device)._replace(stand_ins=stand_ins)
+
+
+def _prepare(device: torch.device) -> list[str]:
+    """Let torchtitan be imported; return the stand-ins."""
+    stand_ins = _stand_in_for_names()
+    if device.type == "cpu":
+        torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan would take GPUs, though there are none
+    from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415
+
+    set_spmd_backend(BACKEND)
+    return stand_ins
+
+
+def _built(spec: Any, parallelism: Any, sizes: Sizes, device: torch.device) -> Built:
+    from torchtitan.config import CompileConfig, TrainingConfig  # noqa: PLC0415
+    from torchtitan.distributed import ParallelDims  # noqa: PLC0415
+
+    dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
-    spec = _specification(sizes)
     torch.manual_seed(SEED)
     with torch.device("meta"):
         model = spec.model.build()
@@ -84,16 +110,22 @@ def build(sizes: Sizes, device: torch.device) -> Built:
         model.init_weights(buffer_device=None)
         if device.type == "cpu":
             _fit_to_cpus(model)
-    return Built(model.train(), spec.model, dims, stand_ins)
+    return Built(model.train(), spec.model, dims, [])
 
 
 def _specification(sizes: Sizes) -> Any:
     """torchtitan's flavor with these sizes and PyTorch's own attention, and the layouts that the trainer would fill in."""
-    from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: PLC0415
     from torchtitan.models.deepseek_v3 import model_registry  # noqa: PLC0415
     from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config  # noqa: PLC0415
 
-    spec = model_registry(sizes.flavor)
+    spec = _sized(model_registry(sizes.flavor), sizes)
+    set_deepseek_v3_sharding_config(spec.model, enable_sp=True, enable_ep=True)
+    return spec
+
+
+def _sized(spec: Any, sizes: Sizes) -> Any:
+    from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: PLC0415
+
     config = spec.model
     config.layers = config.layers[: sizes.layers]
     config.vocab_size = sizes.words
@@ -102,7 +134,6 @@ def _specification(sizes: Sizes) -> Any:
     for layer in config.layers:
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=sizes.tokens)
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    set_deepseek_v3_sharding_config(config, enable_sp=True, enable_ep=True)
     return spec
 
 
