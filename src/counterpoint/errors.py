@@ -12,7 +12,7 @@ READER_LEFT = 141  # exit code where the reader of the output, such as head, has
 MAX_SHOWN = 60  # most letters of a name or value in an error
 MAX_PATH_SHOWN = 200
 MAX_LINE = 2000  # most letters of a whole error line
-INSTALL = "Install it: pip install 'torch>=2.11,<2.14' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
+INSTALL = "Install it: pip install 'torch>=2.11,<2.16' 'cuda-bindings>=13,<14'."  # the extra `cuda`, quoted for a shell
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:

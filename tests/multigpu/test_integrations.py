@@ -75,6 +75,13 @@ GROUPS = {
         "tensor_parallel_checkpointed",
         "tensor_parallel_compiled_with_fsdp2",
     ),
+    "tensor parallel, by torchtitan 0.3": (
+        "tensor_parallel_configured",
+        "tensor_parallel_configured_with_fsdp",
+        "tensor_parallel_configured_compiled",
+        "tensor_parallel_configured_in_part",
+        "tensor_parallel_configured_refused",
+    ),
     "the rest": (
         "tensor_parallel_refuses",
         "tensor_parallel_keeps_other_formulas",

@@ -9,9 +9,10 @@ engines bring the parts to where the parameters are, so that kernel has nothing 
 where they are (`fsdp2_in_place.py`). The symmetric memory is this rank's part of three groups, and one more block for each
 rank of the largest group for gradients.
 
-Small parameters, parameters of several types, and those that are sharded along another dimension go through flat buffers.
-These are in symmetric memory: `num_buffers` times the largest such group. FSDP keeps two groups gathered at once, and one
-more for each group that it is told to prefetch. A buffer that is still in use when its turn comes is never overwritten.
+Small parameters, parameters of several types, and those that are sharded along another dimension go through flat buffers,
+and so do all of a torch that is newer than the versions tested. These are in symmetric memory: `num_buffers` times the
+largest such group. FSDP keeps two groups gathered at once, and one more for each group that it is told to prefetch. A
+buffer that is still in use when its turn comes is never overwritten.
 
 FSDP arranges its backward pass so that one reduce-scatter is in flight at a time; copies keep that. The divisor is read
 from FSDP's group of parameters, because the library's reduction hides it in an opaque operation. The all-reduce between
@@ -53,6 +54,7 @@ from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_h
 from counterpoint.integrations.parameter_memory import ParameterMemory
 from counterpoint.integrations.stand_ins import BufferStandIn
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
+from counterpoint.ops.tested_torch import is_newer
 from counterpoint.value import require
 
 UNKNOWN_REDUCTION = "FSDP requests a reduction that is neither a sum nor a mean"
@@ -73,7 +75,8 @@ class GatherByCopies(AllGather):  # type: ignore[misc]  # torch is untyped here
         (num_elements,) = map(int, size)
         num_bytes, parameters = num_elements * dtype.itemsize, self._parameters.fsdp_params
         piece_bytes, least_bytes = num_bytes / (group.size() * len(parameters)), self._in_use.least_piece_bytes
-        if buffers.is_on_one_host and can_gather_in_place(parameters, dtype, piece_bytes, least_bytes):
+        is_able = buffers.is_on_one_host and not is_newer()
+        if is_able and can_gather_in_place(parameters, dtype, piece_bytes, least_bytes):
             lane = buffers.take_lane(num_bytes, obstacle)
             if lane is not None:
                 return GatherInPlace(parameters, lane, buffers, self._in_use.memory).stand_in(size, dtype, device)
@@ -120,7 +123,7 @@ class ReduceByCopies(ReduceScatter):  # type: ignore[misc]  # as above
         """Return memory for gradients that are to be reduced, then for their sums: a stand-in, then ordinary memory."""
         num_elements, num_ranks = int(size[0]), self._parameters._reduce_scatter_process_group.size()
         is_output, self._awaited = num_elements == self._awaited, 0
-        if is_output or num_ranks == 1 or not self._in_use.are_reduces_on:
+        if is_output or num_ranks == 1 or is_newer() or not self._in_use.are_reduces_on:
             return torch.empty(*size, dtype=dtype, device=device)
         self._awaited = num_elements // num_ranks
         return ReduceInPlace(num_ranks, self._in_use.least_piece_bytes).stand_in(size, dtype, device)

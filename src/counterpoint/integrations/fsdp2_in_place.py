@@ -7,7 +7,7 @@ They must be large, or the driver's calls cost more than the kernels that they r
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -30,6 +30,11 @@ def can_gather_in_place(parameters: Sequence[FSDPParam], dtype: torch.dtype, pie
         and (each.param_dtype or each.orig_dtype) == dtype
         for each in parameters
     )
+
+
+def chunk_operator() -> Any:
+    """Return the operator by which FSDP puts gradients into its flat buffer; torch 2.15 has another one than before."""
+    return getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", None) or torch.ops.fsdp.chunk_cat
 
 
 @final
@@ -105,7 +110,7 @@ class ReduceInPlace:
 
     def stand_in(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> BufferStandIn:
         """Return what FSDP takes for its buffer."""
-        operators: Operators = {torch.ops.fsdp.chunk_cat.default: self._take, torch.ops.aten.div_.Tensor: self._divide}
+        operators: Operators = {chunk_operator().default: self._take, torch.ops.aten.div_.Tensor: self._divide}
         return BufferStandIn(size, (dtype, device), self, operators)
 
     def _take(self, gradients: Sequence[torch.Tensor], dim: int, num_chunks: int, *, out: BufferStandIn) -> None:
@@ -135,7 +140,7 @@ class ReduceInPlace:
         if self._flat is None:
             self._flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
             rows = self._flat.view(self._num_ranks, -1)
-            torch.ops.fsdp.chunk_cat(self._gradients, dim=0, num_chunks=self._num_ranks, out=rows)
+            chunk_operator()(self._gradients, dim=0, num_chunks=self._num_ranks, out=rows)
         return self._flat
 
     @property

@@ -19,6 +19,7 @@ from counterpoint.integrations.lane_collectives import Tally
 from counterpoint.integrations.lanes import AcrossHosts, Lanes
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
+from counterpoint.ops.tested_torch import USE_TESTED_TORCH
 from counterpoint.value import require
 
 MAX_BUFFERS = 16
@@ -131,7 +132,7 @@ class GatherBuffers:
                 held is None or held.data_ptr() != output.data_ptr(),
                 IntegrationError,
                 f"torch {torch.__version__} passes FSDP's gathered tensor on as another tensor, so its end "
-                "cannot be detected. Use NCCL, or torch 2.11 to 2.13.",
+                f"cannot be detected. Use NCCL, or: {USE_TESTED_TORCH}",
             )
         return None
 

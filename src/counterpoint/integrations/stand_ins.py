@@ -11,6 +11,7 @@ from typing import Any, Self, final
 import torch
 
 from counterpoint.errors import IntegrationError
+from counterpoint.ops.tested_torch import USE_TESTED_TORCH
 
 Operators = Mapping[Any, Callable[..., Any]]
 
@@ -46,6 +47,6 @@ class BufferStandIn(torch.Tensor):  # type: ignore[misc]  # torch is untyped her
             return cls(size, (stand_in.dtype, stand_in.device), stand_in.owner, stand_in.operators)
         if operator not in stand_in.operators:
             raise IntegrationError(
-                f"torch {torch.__version__} uses FSDP's flat buffers in an unknown way ({operator}). Use torch 2.11 to 2.13."
+                f"torch {torch.__version__} uses FSDP's flat buffers in an unknown way ({operator}). {USE_TESTED_TORCH}"
             )
         return stand_in.operators[operator](*given, **named)

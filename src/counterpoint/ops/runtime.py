@@ -28,6 +28,7 @@ from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.messages import Messages
 from counterpoint.ops.peer_access import RankLocation, location_of, obstacle_across, obstacle_on
 from counterpoint.ops.plan_in_force import Choice, plan_in_force
+from counterpoint.ops.tested_torch import note_newer
 from counterpoint.ops.transport import AbstractCompiledSchedule, AbstractTransport
 from counterpoint.schedule import SEQUENTIAL, Problem, ScheduleDescription, backward_description, make_schedule
 from counterpoint.schedule.actions import Operation, Pass
@@ -37,7 +38,6 @@ from counterpoint.units import format_count
 MAX_SCHEDULES = 256  # most schedules of one group; each holds CUDA events, and a model has a few shapes
 NUM_EVICTED = 64  # evicted at once, because it waits for the GPU
 DEVICE_TYPES = ("cpu", "cuda")
-NEWEST_TORCH = (2, 13)  # pyproject.toml has the same bound
 LOGGER = logging.getLogger("counterpoint")
 Group: TypeAlias = dist.ProcessGroup
 
@@ -92,7 +92,7 @@ class Runtime:
     """One group of ranks on one kind of device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        _note_untested_torch()
+        note_newer()
         self.group, self.device = group, device
         self.plans: dict[Request, PickedSchedule] = {}  # an LRU cache, in the order of first calls
         self.requests: dict[Request, None] = {}  # requests without a named schedule, in the order of first calls
@@ -307,21 +307,6 @@ def _machine_of(device: torch.device) -> tuple[Machine, str]:
     gpu_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     found = machine_for_device(gpu_name) if gpu_name else None
     return found or load_machine(DEFAULT_MACHINE), found.name if found else gpu_name
-
-
-@cache
-def _note_untested_torch() -> None:
-    """Log once that torch is newer than the versions with which operators, which use its private names, were tested."""
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version > NEWEST_TORCH:
-        newest = ".".join(map(str, NEWEST_TORCH))
-        LOGGER.warning(
-            "torch %s is newer than %s, the newest version tested with operators. If they fail, install torch<%d.%d.",
-            torch.__version__,
-            newest,
-            NEWEST_TORCH[0],
-            NEWEST_TORCH[1] + 1,
-        )
 
 
 @cache

@@ -1,5 +1,7 @@
 """FSDP2 with its all-gathers and reduce-scatters on copy engines."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,6 +47,21 @@ def fsdp2_steps() -> None:
         in_use.undo()
         gradients(model, given)
         assert in_use.num_by_copies == copies_before
+
+
+def fsdp2_of_a_newer_torch() -> None:
+    """Nothing is in place with a torch that nobody tested: its FSDP may use flat buffers in another way."""
+    given, wanted = given_to(dist.get_rank()), gradients(sharded(), given_to(dist.get_rank()))
+    for is_newer in (False, True):
+        with mock.patch.object(fsdp2, "is_newer", lambda is_newer=is_newer: is_newer):
+            model = sharded()
+            in_use = fsdp2.use_copy_engines(model, least_part_bytes=0, least_piece_bytes=0)
+            assert_close(gradients(model, given), wanted, 1e-6)
+            tallies = [*in_use.gather_tallies, *in_use.reduce_tallies]
+            assert in_use.num_by_copies > 0
+            assert in_use.num_by_library == 0
+            assert any(tally.num_in_place for tally in tallies) != is_newer
+            in_use.undo()
 
 
 def fsdp2_small_groups_stay() -> None:
