@@ -35,7 +35,7 @@ from counterpoint.integrations import tensor_parallel
 
 JOB = (
     "Llama 3 of torchtitan, random words, tensor parallel over all ranks with sequence parallelism, spmd_backend "
-    "partial_dtensor, bf16 with fp32 parameters, eager, no activation checkpointing, PyTorch's attention, AdamW (fused), "
+    "partial_dtensor, bf16 with fp32 parameters, {}, no activation checkpointing, PyTorch's attention, AdamW (fused), "
     "gradients clipped; blocks of {} steps off/on/on/off, each after {} of warm-up; ms of rank 0"
 )
 ON_GPUS = Sizes("8B", layers=4, words=32768, sequences=1, tokens=8192), Blocks(rounds=3, steps=10, warm_ups=5)
@@ -64,14 +64,18 @@ def shapes_of(built: Built, sizes: Sizes) -> dict[str, int]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, help="of the model; 4 if not given, 2 with --cpu")
+    parser.add_argument("--compile", action="store_true", help="compile each layer, both ways")
+    parser.add_argument("--async-tp", action="store_true", help="compiled, with PyTorch's async tensor parallelism")
     options = parser.parse_args()
     sys.path[:0] = [str(folder.resolve()) for folder in options.torchtitan]
     device = join(has_gpus=not options.cpu)
     sizes, blocks = ON_CPUS if options.cpu else ON_GPUS
     sizes = sizes._replace(layers=options.layers or sizes.layers)
-    built = build_tensor_parallel(sizes, device)
+    is_compiled = options.compile or options.async_tp
+    built = build_tensor_parallel(sizes, device, is_compiled=is_compiled, is_async=options.async_tp)
     job = Job(built, sizes, device)
-    words = JOB.format(blocks.steps, blocks.warm_ups)
+    how = "compiled with async tensor parallelism" if options.async_tp else "compiled" if is_compiled else "eager"
+    words = JOB.format(how, blocks.steps, blocks.warm_ups)
     result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
     log(json.dumps(result["conditions"]))
     overlapped, result["check"] = check(job, tensor_parallel.overlap, kind_of)

@@ -63,8 +63,8 @@ def build(sizes: Sizes, device: torch.device) -> Built:
     return _built(_specification(sizes), parallelism, sizes, device)._replace(stand_ins=stand_ins)
 
 
-def build_tensor_parallel(sizes: Sizes, device: torch.device) -> Built:
-    """Llama 3, likewise."""
+def build_tensor_parallel(sizes: Sizes, device: torch.device, *, is_compiled: bool = False, is_async: bool = False) -> Built:
+    """Llama 3, likewise; compiled block by block, with PyTorch's async tensor parallelism or without."""
     stand_ins = _prepare(device)
     from torchtitan.config import ParallelismConfig  # noqa: PLC0415
     from torchtitan.models.llama3 import model_registry  # noqa: PLC0415
@@ -73,7 +73,8 @@ def build_tensor_parallel(sizes: Sizes, device: torch.device) -> Built:
     parallelism = ParallelismConfig(tensor_parallel_degree=dist.get_world_size(), spmd_backend=BACKEND)
     spec = _sized(model_registry(sizes.flavor), sizes)
     set_llama3_sharding_config(spec.model, enable_sp=True)
-    return _built(spec, parallelism, sizes, device)._replace(stand_ins=stand_ins)
+    compiled = {"enable": is_compiled, "enable_async_tensor_parallel": is_async}
+    return _built(spec, parallelism, sizes, device, compiled)._replace(stand_ins=stand_ins)
 
 
 def _prepare(device: torch.device) -> list[str]:
@@ -87,7 +88,9 @@ def _prepare(device: torch.device) -> list[str]:
     return stand_ins
 
 
-def _built(spec: Any, parallelism: Any, sizes: Sizes, device: torch.device) -> Built:
+def _built(
+    spec: Any, parallelism: Any, sizes: Sizes, device: torch.device, compiled: dict[str, bool] | None = None
+) -> Built:
     from torchtitan.config import CompileConfig, TrainingConfig  # noqa: PLC0415
     from torchtitan.distributed import ParallelDims  # noqa: PLC0415
 
@@ -101,7 +104,7 @@ def _built(spec: Any, parallelism: Any, sizes: Sizes, device: torch.device) -> B
         parallel_dims=dims,
         training=TrainingConfig(seq_len=sizes.tokens, local_batch_size=sizes.sequences),
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
+        compile_config=CompileConfig(**compiled or {}),
         ac_config=None,  # no activation checkpointing
         dump_folder=tempfile.gettempdir(),
     )
