@@ -3,7 +3,8 @@
     python -m benchmarks.profiled_kernels -o profiled_kernels.json
 
 Each operator of `library_operators`, and softmax of several sizes, runs twelve times in a row between two events, before,
-while and after the profiler records the GPU. Launches are timed on kernels so short that the GPU waits for the host.
+while and after the profiler records the GPU. So does a kernel whose CTAs do nothing: what it takes longer is the time until
+an SM has its next CTA. Launches are timed on kernels so short that the GPU waits for the host.
 """
 
 import argparse
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.library_operators import OPERATORS
@@ -23,12 +26,23 @@ from benchmarks.on_gpus import log, save
 
 IN_A_ROW, BLOCKS, LAUNCHES, LIMIT_S = 12, 5, 500, 200
 SOFTMAX = ((8192, 16384), (16384, 16384), (24576, 16384), (16384, 4096), (65536, 2048), (65536, 1024), (8192, 32768))
+EMPTY_CTAS, EMPTY_WARPS = 1 << 18, 32  # an SM has room for two
 HEAD_START_CYCLES = 20_000_000  # of a kernel that only waits, so that the host is ahead
 Call = Callable[[], object]
 
 
+@triton.jit
+def leave(given, number):
+    """End at once, since `number` is 0."""
+    if number != 0:
+        tl.store(given + tl.program_id(0), number)
+
+
 def operators() -> Iterator[tuple[str, Call]]:
-    """A name and a call: softmax by size, then the library's operators."""
+    """A name and a call: CTAs that do nothing, softmax by size, then the library's operators."""
+    unused = torch.zeros(8, device="cuda")
+    name = f"{EMPTY_CTAS} CTAs of {32 * EMPTY_WARPS} threads that do nothing"
+    yield name, lambda: leave[(EMPTY_CTAS,)](unused, 0, num_warps=EMPTY_WARPS)
     for rows, columns in SOFTMAX:
         given = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
         yield f"softmax {rows}x{columns}", lambda given=given: torch.softmax(given, -1)

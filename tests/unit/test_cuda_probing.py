@@ -251,7 +251,7 @@ def test_without_the_bindings_probing_is_refused_with_what_to_install(monkeypatc
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.delitem(sys.modules, "counterpoint.cuda.device_query", raising=False)
     monkeypatch.delitem(sys.modules, "counterpoint.cuda.driver", raising=False)
-    with pytest.raises(DeviceError, match=r"'cuda-bindings' is needed .* 'torch>=2\.11,<2\.14' 'cuda-bindings>=13,<14'"):
+    with pytest.raises(DeviceError, match=r"'cuda-bindings' is needed .* 'torch>=2\.11,<2\.16' 'cuda-bindings>=13,<14'"):
         probe()
 
 
