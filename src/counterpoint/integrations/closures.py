@@ -2,8 +2,11 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any
+
+from torch import nn
 
 Hook = Callable[..., Any]
 
@@ -14,6 +17,19 @@ def closure_of(hook: Hook | None) -> dict[str, Any]:
     return (
         {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))
     )
+
+
+def bound_in(hook: Hook, name: str) -> tuple[Any, ...]:
+    """Return the arguments bound into the function that a hook of `distribute_module` calls."""
+    function = closure_of(hook).get(name)
+    return function.args if isinstance(function, partial) else ()
+
+
+def original_forward(module: nn.Module) -> Hook:
+    """Return the forward that transformers or torchtitan 0.3 wrapped; a module's own if none did."""
+    found = closure_of(vars(module).get("forward"))
+    forward: Hook = found.get("fn" if "parallel_dims" in found else "original_forward", module.forward)
+    return forward
 
 
 def uses(function: Callable[..., Any], names: frozenset[str]) -> bool:

@@ -6,13 +6,13 @@ torch.compile keeps torchtitan's own functions, because a block is one graph the
 Read and run with torchtitan 0.3.0, on 2 and 4 H200s with its backend `partial_dtensor`.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
+from counterpoint.integrations.deferred_inputs import checks_types
 from counterpoint.integrations.expert_layouts import DISPATCHED_WEIGHTS, local_dispatcher
 from counterpoint.integrations.routed_experts import local_part
 from counterpoint.integrations.switched_hooks import Switch
@@ -54,7 +54,7 @@ class DispatchedExperts:
 
     def dispatch(self, tokens: torch.Tensor, *routing: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return tokens (T, D) sorted by the experts of all ranks, how many each gets, and what `combine` needs."""
-        if torch.compiler.is_compiling() or not self._switch.holds or _checks_types():
+        if torch.compiler.is_compiling() or not self._switch.holds or checks_types():
             found: tuple[torch.Tensor, torch.Tensor, Any] = self._dispatch(tokens, *routing)
             return found
         rows, counts, metadata = self._local.dispatch(self.dispatcher, tokens, *routing)
@@ -79,9 +79,3 @@ class DispatchedExperts:
             else self._combine(rows, metadata, tokens)
         )
         return combined
-
-
-def _checks_types() -> bool:
-    """Return whether torchtitan checks how tensors are spread (`debug.spmd_typechecking`), which operators do not state."""
-    checker = sys.modules.get("spmd_types")
-    return checker is not None and bool(checker.is_type_checking())

@@ -1,4 +1,4 @@
-"""Tensor-parallel linears in eager code: one autograd step from the input and the DTensor weights to the products.
+"""Tensor-parallel linears in eager code: one autograd step from the input and the weights to the products.
 
 The public way consists of `DTensor.to_local`, a transposition, an operator, a view and `DTensor.from_local`. Each is an
 autograd step that takes the host some 5 to 50 us forward and backward, more than the operator itself
@@ -13,7 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from counterpoint.integrations.sequence_shards import Route, distributed, is_one_sequence, rows_of, with_tokens_at
+from counterpoint.integrations.sequence_shards import (
+    Route,
+    distributed,
+    is_one_sequence,
+    local_of,
+    rows_of,
+    with_tokens_at,
+)
 from counterpoint.ops import operators
 from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
 from counterpoint.ops.operator_call import Key, earlier_call, key_of
@@ -72,7 +79,7 @@ class EagerLinear:
         """
         key, (group_name, _, schedule) = self._small.get(local.shape), self.route
         if key is None:
-            operands = rows_of(local, self.dim), weight._local_tensor.t()
+            operands = rows_of(local, self.dim), local_of(weight).t()
             if len(self._small) >= MOST_SIZES:
                 self._small.clear()
             self._small[local.shape] = key_of((operators.ALL_REDUCE, group_name, schedule), *operands)
@@ -80,7 +87,7 @@ class EagerLinear:
         known = earlier_call(key, group_name)
         if known is None or not known.is_by_library:
             return None
-        product = functional.linear(local, weight._local_tensor)
+        product = functional.linear(local, local_of(weight))
         known.sum_by_library(product)
         return (product,)
 
@@ -89,7 +96,7 @@ class EagerLinear:
 
         The products are reshaped in place, because autograd forbids in-place changes of views that a function returned.
         """
-        rows, transposed = rows_of(local, self.dim), [weight._local_tensor.t() for weight in weights]
+        rows, transposed = rows_of(local, self.dim), [local_of(weight).t() for weight in weights]
         group_name, num_ranks, schedule = self.route
         if ctx is not None:
             keep_for_backward(ctx, rows, transposed, (group_name, schedule))
@@ -145,22 +152,26 @@ class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
 
     @staticmethod
     def forward(ctx: Any, linear: EagerLinear, given: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.linear, ctx.specs = linear, [weight._spec for weight in weights]
-        ctx.spec = given._spec if type(given) is DTensor else None
+        ctx.linear, ctx.specs = linear, [_spec_of(weight) for weight in weights]
+        ctx.spec = _spec_of(given)
         return linear.multiply(ctx, given if ctx.spec is None else given._local_tensor, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         is_wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
         of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted)
-        if ctx.spec is not None:
-            of_input = distributed(of_input, ctx.spec)
-        return None, of_input, *[distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
+        of_weights = [distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
+        return None, distributed(of_input, ctx.spec), *of_weights
+
+
+def _spec_of(tensor: torch.Tensor) -> Any | None:
+    """Return how a DTensor is spread; None of a plain tensor."""
+    return tensor._spec if type(tensor) is DTensor else None
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
-    """Return whether a weight is a one-dimensional DTensor whose gradient has the same memory layout."""
-    if type(weight) is not DTensor or len(weight._spec.placements) != 1:
+    """Return whether a weight is plain, or a one-dimensional DTensor, and its gradient has the same memory layout."""
+    if type(weight) is DTensor and len(weight._spec.placements) != 1:
         return False
-    local = weight._local_tensor
+    local = local_of(weight)
     return type(local) in PLAIN_TYPES and local.is_contiguous()

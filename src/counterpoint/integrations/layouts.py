@@ -6,7 +6,6 @@ styles of transformers (read in 5.23) keep them in the closure of the `forward` 
 looks different is refused, because its layout would be a guess.
 """
 
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -16,15 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from counterpoint.integrations.closures import Hook, closure_of, uses
+from counterpoint.integrations.closures import bound_in, closure_of, original_forward, uses
 from counterpoint.integrations.sequence_shards import Route
 from counterpoint.integrations.sharding_configs import (
     WHOLE,
     config_of,
+    has_plain_tensors,
     inputs_of,
+    kind_of,
     output_of,
     refusal_of_backend,
     tensor_parallel_mesh_of,
+    weights_of,
 )
 
 Layouts = tuple[Any, ...]
@@ -34,6 +36,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 TAKES_DTENSORS = (
     "a hook of the job's takes its inputs or outputs for DTensors, but operators have a rank's part. Remove the hook"
 )
+# torchtitan's modules that send beside their own matmuls (`tp_gemm_backend`)
+FUSED = frozenset({"AllGatherFusedQKVLinear", "AllGatherFusedFeedForward", "RowParallelLinear"})
+IS_FUSED = "sends beside its own matmuls. Leave it unchanged, or set tp_gemm_backend to default"
 NUM_OUTPUT_ARGUMENTS = 2  # arguments bound into the styles' output functions: layouts, and whether to return local tensors
 
 
@@ -51,7 +56,8 @@ class LinearLayout(msgspec.Struct, frozen=True, kw_only=True):
     input_hook: int | None = None
     output_hook: int | None = None
     is_output_local: bool
-    is_configured: bool = False  # by torchtitan 0.3; inputs and outputs are DTensors
+    is_configured: bool = False  # by torchtitan 0.3; inputs and outputs are DTensors, or else `is_plain`
+    is_plain: bool = False  # its weight, its inputs and outputs are plain tensors, a rank's parts
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "LinearLayout":
         return self  # a mesh cannot be copied
@@ -71,30 +77,31 @@ class GatheringHook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def linear_layout(linear: nn.Module) -> LinearLayout | str:
-    """Return the layout of a linear with a DTensor weight, or why it is unknown."""
+    """Return the layout of a linear that `is_parallel`, or why it is unknown."""
     refusal = refusal_of_backend(linear)
     if refusal:
         return refusal
-    weight = linear.weight
-    assert isinstance(weight, DTensor)
-    mesh = tensor_parallel_mesh(linear)
+    weight, mesh, is_plain = linear.weight, tensor_parallel_mesh(linear), has_plain_tensors(linear)
     if mesh is None:
         return (
             f"its weight is on a mesh of {weight.device_mesh.ndim} dimensions, and it is unknown which one is "
             "tensor-parallel. Parallelize over mesh['tp'], then call overlap, then fully_shard"
         )
-    kinds: dict[Any, Literal["column", "row"]] = {Shard(0): "column", Shard(1): "row"}
-    placement = weight.placements[-1]  # FSDP2 puts its own dimensions in front
+    kinds: dict[Any, Literal["column", "row"]] = {Shard(0): "column", Shard(1): "row", 0: "column", 1: "row"}
+    placement = _plain_kind(linear) if is_plain else weight.placements[-1]  # FSDP2 puts its own dimensions in front
     if placement not in kinds:
         return f"its weight is {placement}, neither column- nor row-parallel. Leave it unchanged"
+    if is_plain and type(linear).__name__ in FUSED:
+        return f"torchtitan's {type(linear).__name__} {IS_FUSED}"
     kind = kinds[placement]
-    divided, num_ranks = weight.shape[0 if kind == "column" else 1], mesh.size()
+    whole = (linear.out_features, linear.in_features) if is_plain else weight.shape
+    divided, num_ranks = whole[0 if kind == "column" else 1], mesh.size()
     if divided % num_ranks:
         return (
             f"its {divided} {kind}s do not divide by the {num_ranks} ranks, but only equal parts are supported. Pad "
             "its weight"
         )
-    if getattr(_original_forward(linear), "__func__", None) is not nn.Linear.forward:
+    if getattr(original_forward(linear), "__func__", None) is not nn.Linear.forward:
         return "its forward is not that of torch.nn.Linear, and operators compute no other formula. Leave it unchanged"
     for read in (_configured_layout, _transformers_layout):
         layout = read(linear, kind, mesh)
@@ -104,20 +111,15 @@ def linear_layout(linear: nn.Module) -> LinearLayout | str:
 
 
 def is_parallel(module: nn.Module) -> bool:
-    """Return whether a module is a linear with a DTensor weight, or one that another backend of torchtitan split."""
-    return isinstance(module, nn.Linear) and (isinstance(module.weight, DTensor) or bool(refusal_of_backend(module)))
+    """Return whether a module is a linear with a DTensor weight, or one that torchtitan split without DTensors."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return isinstance(module.weight, DTensor) or has_plain_tensors(module) or bool(refusal_of_backend(module))
 
 
 def is_split(linear: nn.Linear) -> bool:
-    """Return whether tensor parallelism has split a linear with a DTensor weight; FSDP2's weights are DTensors as well."""
+    """Return whether tensor parallelism has split a linear that `is_parallel`; FSDP2's weights are DTensors as well."""
     return bool(_meshes_of(linear)) or bool(refusal_of_backend(linear))
-
-
-def _original_forward(module: nn.Module) -> Hook:
-    """Return the forward that transformers or torchtitan 0.3 wrapped; a module's own if none did."""
-    found = closure_of(vars(module).get("forward"))
-    forward: Hook = found.get("fn" if "parallel_dims" in found else "original_forward", module.forward)
-    return forward
 
 
 def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
@@ -125,6 +127,8 @@ def tensor_parallel_mesh(linear: nn.Linear) -> DeviceMesh | None:
 
     Outside of forward passes, `fully_shard` keeps a weight on a mesh of more dimensions, of which this is the last.
     """
+    if has_plain_tensors(linear):
+        return tensor_parallel_mesh_of(linear)
     whole = linear.weight.device_mesh
     if whole.ndim == 1:
         return whole
@@ -165,21 +169,32 @@ def _configured_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: 
         return f"its configuration makes its output {output} of {source}, but only its own part is supported"
     if not is_column and not (output in WHOLE or (isinstance(output, int) and output >= 0)):
         return f"its output stays {output or source or 'as it is'}, so it sends nothing itself. Leave it unchanged"
+    is_plain = has_plain_tensors(linear)
+    if is_plain and not is_column and output == "R":
+        return "its output is R, so backward sums the output's gradient, and operators do not. Leave it unchanged"
+    if is_plain and not is_column and linear.bias is not None:
+        return "each rank adds its bias before the sum, and operators do not. Leave it unchanged"
     outputs = Shard(-1) if is_column else Shard(output) if isinstance(output, int) else Replicate()
     return LinearLayout(
         kind=kind,
         mesh=mesh,
         input_layouts=(Replicate() if is_column else Shard(-1),),
         output_layouts=(outputs,),
-        is_output_local=False,
+        is_output_local=is_plain,
         is_configured=True,
+        is_plain=is_plain,
     )
+
+
+def _plain_kind(linear: nn.Module) -> Any:
+    """Return how torchtitan split the plain weight of a linear: the sharded dimension, or R or I."""
+    return kind_of(getattr(config_of(linear), "state_shardings", {}).get("weight"))
 
 
 def _torch_layout(linear: nn.Linear, kind: Literal["column", "row"], mesh: DeviceMesh) -> LinearLayout | str:
     """Read the layout that torch's ColwiseParallel or RowwiseParallel left."""
-    inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := _bound(hook, "input_fn"))]
-    outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := _bound(hook, "output_fn"))]
+    inputs = [(key, found) for key, hook in linear._forward_pre_hooks.items() if (found := bound_in(hook, "input_fn"))]
+    outputs = [(key, found) for key, hook in linear._forward_hooks.items() if (found := bound_in(hook, "output_fn"))]
     if len(inputs) != 1 or len(outputs) != 1 or len(outputs[0][1]) != NUM_OUTPUT_ARGUMENTS:
         return "its hooks are not those of ColwiseParallel or RowwiseParallel. Parallelize it by parallelize_module"
     if _uses_in_hooks(linear, DTENSOR_NAMES):
@@ -240,44 +255,70 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
     """What torchtitan 0.3 does with the inputs of a module before it runs.
 
-    `name`: that of the module's class. `gathered`: the inputs, by name, that it makes whole of parts of the sequence.
-    `is_whole`: they are whole, and it sums their gradients. `obstacle`: why gathered inputs may not stay parts.
+    `name`: that of the module's class. `gathered`: the inputs, by name, that it makes whole of parts of the sequence,
+    with the sharded dimension. `summed`: those that are whole, and whose gradients are summed. `obstacle`: why its linears
+    cannot do that instead. `mesh`: that of the tensor-parallel ranks where tensors are plain, and None where DTensor sums.
     """
 
     name: str
-    gathered: tuple[str, ...]
-    is_whole: bool
-    obstacle: str
+    gathered: dict[str, int] = {}
+    summed: tuple[str, ...] = ()
+    obstacle: str = ""
+    mesh: DeviceMesh | None = None
+
+    @property
+    def dims(self) -> dict[str, int | None]:
+        """The inputs that must stay as they come, with the sharded dimension; None for one that is whole."""
+        return {**self.gathered, **(dict.fromkeys(self.summed) if self.mesh is not None else {})}
+
+    @property
+    def dim(self) -> int | None:
+        """The sharded dimension of plain inputs, if they are gathered."""
+        return None if self.mesh is None else next(iter(self.dims.values()), None)
 
 
 def boundary_of(module: nn.Module) -> Boundary | None:
     """Return what torchtitan 0.3 does with the inputs of a module that is no linear; None if nothing is configured."""
+    if type(module).__name__ in FUSED and not isinstance(module, nn.Linear):
+        return Boundary(name=type(module).__name__, obstacle=IS_FUSED)
     config = config_of(module)
     changes = getattr(module, "_redistribute_inputs", None)
     if config is None or changes is None or isinstance(module, nn.Linear) or not config.in_dst_shardings:
         return None
-    found = inputs_of(config)
-    gathered = tuple(
-        name for name, (given, wanted) in found.items() if isinstance(given, int) and given >= 0 and wanted in WHOLE
-    )
-    is_whole = any(given == "I" and wanted == "R" for given, wanted in found.values())
-    obstacle = _obstacle_in(module) if gathered else ""
-    return Boundary(name=type(module).__name__, gathered=gathered, is_whole=is_whole, obstacle=obstacle)
+    mesh = tensor_parallel_mesh_of(module) if has_plain_tensors(module) else None
+    found, whole = inputs_of(config), WHOLE if mesh is None else WHOLE[:1]
+    gathered = {
+        name: given for name, (given, wanted) in found.items() if isinstance(given, int) and given >= 0 and wanted in whole
+    }
+    summed = tuple(name for name, (given, wanted) in found.items() if given == "I" and wanted == "R")
+    made = Boundary(name=type(module).__name__, gathered=gathered, summed=summed, mesh=mesh)
+    if mesh is not None and len(set(made.dims.values())) > 1:
+        obstacle = "other inputs are spread in another way"
+    else:
+        obstacle = _obstacle_in(module) if made.dims else ""
+    does = "gathers its input" if gathered else "sums its input's gradient"
+    return msgspec.structs.replace(made, obstacle=obstacle and f"{does}, but {obstacle}. Leave it unchanged")
 
 
 def _obstacle_in(module: nn.Module) -> str:
     """Return why the parts of a module do not all run on parts of the sequence; or nothing.
 
-    torchtitan's own check would fail in a part that asks for whole inputs.
+    torchtitan's own check would fail in a part that asks for whole inputs. Where tensors are plain, such a part, and one
+    with whole weights, would gather once more.
     """
+    is_plain = has_plain_tensors(module)
     for name, each in module.named_modules():
-        if _takes_local(each):
+        if not is_plain and _takes_local(each):
             return f"{name or 'its forward'} takes a rank's part of DTensors"
         config = None if each is module else config_of(each)
         if config is None:
             continue
-        is_column = any(
-            isinstance(own, DTensor) and own.placements[-1] == Shard(0) for own in each.parameters(recurse=False)
+        if is_plain and isinstance(each, nn.Linear) and _plain_kind(each) in WHOLE:
+            return f"{name} within needs it whole"
+        is_column = (
+            0 in weights_of(each)
+            if is_plain
+            else any(isinstance(own, DTensor) and own.placements[-1] == Shard(0) for own in each.parameters(recurse=False))
         )
         is_taken = is_column and isinstance(each, nn.Linear) and not isinstance(linear_layout(each), str)
         if not is_taken and (is_column or any(given in WHOLE for given, _ in inputs_of(config).values())):
@@ -289,7 +330,7 @@ def _takes_local(module: nn.Module) -> bool:
     """Return whether the code of a module's forward or hooks names this rank's part of a DTensor; functions that it calls
     are not read.
     """
-    return uses(_original_forward(module), LOCAL_NAMES) or _uses_in_hooks(module, LOCAL_NAMES)
+    return uses(original_forward(module), LOCAL_NAMES) or _uses_in_hooks(module, LOCAL_NAMES)
 
 
 def _uses_in_hooks(module: nn.Module, names: frozenset[str]) -> bool:
@@ -299,9 +340,3 @@ def _uses_in_hooks(module: nn.Module, names: frozenset[str]) -> bool:
 def is_sequence(layout: Any) -> bool:
     """Return whether a layout shards a dimension other than the last, as far as that is known without a tensor."""
     return isinstance(layout, Shard) and layout.dim >= 0
-
-
-def _bound(hook: Hook, name: str) -> Layouts:
-    """Return the arguments bound into the function that a hook of `distribute_module` calls."""
-    function = closure_of(hook).get(name)
-    return function.args if isinstance(function, partial) else ()

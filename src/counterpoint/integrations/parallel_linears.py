@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from counterpoint.integrations.deferred_inputs import Deferred, checks_types
 from counterpoint.integrations.eager_linears import EagerLinear, EagerLinears
 from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
@@ -28,6 +29,7 @@ from counterpoint.integrations.sequence_shards import (
     multiply_scatter,
     multiply_whole,
     neighbor_product,
+    part_of,
     why_not_multiplied,
 )
 from counterpoint.integrations.switched_hooks import Switch, is_in_backward
@@ -119,13 +121,18 @@ class ColumnwiseForward:
         """Run the linear: by the operator for an input of the kind that was taken, as originally for any other."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
+        whole = given
+        if self.layout.is_plain:
+            if not isinstance(given, Deferred):  # it was gathered, as under torch.compile
+                return self._forward(given)
+            given = given.part
         dim = self._token_dim(given)
         if dim is None:
             self._count_distributed(given)
-            return self._forward(_as_prepared(given, self.layout))
+            return self._forward(_as_prepared(whole, self.layout))
         num_parts = self._route.num_ranks if isinstance(given, DTensor) and not self.is_whole else 1
         if _runs_originally((given.shape, dim, num_parts), self._route):
-            prepared = _as_prepared(given, self.layout)
+            prepared = _as_prepared(whole, self.layout)
             if isinstance(prepared, DTensor):
                 prepared = prepared.redistribute(placements=[Replicate()])
             return self._forward(prepared)
@@ -136,7 +143,7 @@ class ColumnwiseForward:
             product = self.shared.product(self, given)
         bias = self.linear.bias
         if bias is not None:
-            product = product + cast_for_matmul(bias.to_local())
+            product = product + cast_for_matmul(part_of(bias))
         if self._is_output_local and not self._gathers_output:
             return product
         output = DTensor.from_local(product.contiguous(), self._mesh, [Shard(product.ndim - 1)], run_check=False)
@@ -161,7 +168,7 @@ class ColumnwiseForward:
         products = self._eager.of(dim)(given, weights)
         if products is not None:
             return products
-        local = cast_for_matmul(given.to_local() if isinstance(given, DTensor) else given)
+        local = cast_for_matmul(part_of(given))
         parts = local_parts(weights)
         if self.is_whole:
             return multiply_whole(local, parts, self._route)
@@ -173,7 +180,7 @@ class ColumnwiseForward:
         """
         if self.is_whole:
             placements = given.placements if isinstance(given, DTensor) else None
-            is_known = placements == ((Replicate(),) if self.layout.is_configured else None)
+            is_known = placements == ((Replicate(),) if self.layout.is_configured and not self.layout.is_plain else None)
             return 0 if is_known and torch.is_grad_enabled() and given.requires_grad else None
         if not isinstance(given, DTensor):
             return self._input_dim
@@ -196,6 +203,8 @@ class RowwiseForward:
         """Return this rank's part of the sequence, from its part of the features (see `_features_of`)."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
+        if _states_types(self.layout):
+            return self._forward(given)
         if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
@@ -205,7 +214,7 @@ class RowwiseForward:
         if products is not None:
             product = products[0]
         else:
-            part = cast_for_matmul(weight.to_local())
+            part = cast_for_matmul(part_of(weight))
             product = multiply_scatter(cast_for_matmul(features), part, self._dim, self._route)
         if bias is None and self._is_output_local:
             return product
@@ -231,6 +240,8 @@ class AllReduceForward:
         """Return all tokens with all features, from this rank's part of the features (see `_features_of`)."""
         if not self._switch.holds:
             return self._switch.watch(self._forward(given))
+        if _states_types(self.layout):
+            return self._forward(given)
         if _runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
@@ -238,13 +249,18 @@ class AllReduceForward:
         if products is not None:
             product = products[0]
         else:
-            product = multiply_all_reduce(cast_for_matmul(features), cast_for_matmul(weight.to_local()), self._route)
+            product = multiply_all_reduce(cast_for_matmul(features), cast_for_matmul(part_of(weight)), self._route)
         if bias is not None:
-            product = product + cast_for_matmul(bias.to_local())
+            product = product + cast_for_matmul(part_of(bias))
         return product if self._is_output_local else DTensor.from_local(product, self._mesh, [Replicate()], run_check=False)
 
 
 ParallelForward: TypeAlias = ColumnwiseForward | RowwiseForward | AllReduceForward
+
+
+def _states_types(layout: LinearLayout) -> bool:
+    """Return whether the original linear runs, because torchtitan checks types, which operators do not state."""
+    return layout.is_plain and not torch.compiler.is_compiling() and checks_types()
 
 
 def _features_of(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:

@@ -108,7 +108,7 @@ def multiply_all_reduce(activation: torch.Tensor, weight: torch.Tensor, route: R
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch is untyped here
 def neighbor_product(
-    given: torch.Tensor, weights: list[DTensor], position: int, route: tuple[str, int, str]
+    given: torch.Tensor, weights: list[torch.Tensor], position: int, route: tuple[str, int, str]
 ) -> torch.Tensor:
     """Return the product of the weight at `position`, for code made by torch.compile: as `gather_multiply` of a DTensor
     of parts, and as `multiply_whole` of what is whole.
@@ -169,9 +169,19 @@ def cast_for_matmul(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if is_cast else tensor
 
 
-def local_parts(weights: Sequence[DTensor]) -> list[torch.Tensor]:
-    """Return this rank's parts of neighbors' weights, as a matmul takes them."""
-    return [cast_for_matmul(_LocalPart.apply(weight)) for weight in weights]
+def local_parts(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's parts of neighbors' weights, as a matmul takes them. Plain weights are parts already."""
+    return [cast_for_matmul(_LocalPart.apply(weight) if isinstance(weight, DTensor) else weight) for weight in weights]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, without gradients, or a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _LocalPart(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -190,10 +200,10 @@ class _LocalPart(torch.autograd.Function):  # type: ignore[misc]  # torch is unt
 
 def distributed(gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
     """Return a local gradient as a DTensor like its weight, with a contiguous local tensor and its own spec, as
-    `to_local` does.
+    `to_local` does; or as it is, without a spec.
     """
-    if gradient is None:
-        return None
+    if gradient is None or spec is None:
+        return gradient
     if gradient.is_contiguous():
         return DTensor.__new__(DTensor, gradient, copy.copy(spec), requires_grad=False)
     return DTensor.from_local(gradient, spec.mesh, spec.placements, run_check=False)

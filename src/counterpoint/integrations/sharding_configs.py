@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from counterpoint.integrations.closures import closure_of
 
-BACKEND = "partial_dtensor"  # the others have plain tensors, or DTensors on meshes of several dimensions
+PLAIN = "spmd_types"  # torchtitan's backend whose weights and activations are plain tensors, a rank's parts
+BACKENDS = "partial_dtensor", PLAIN  # the other one has DTensors on meshes of several dimensions
 AXIS = "tp"  # torchtitan's name of the tensor-parallel dimension
 WHOLE = ("R", "I")  # torchtitan's names of layouts that are the same on every rank; the gradient of R is still to be summed
 
@@ -28,7 +29,7 @@ def parallel_dims_of(module: nn.Module) -> Any | None:
 def tensor_parallel_mesh_of(module: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the tensor-parallel ranks; None if torchtitan did not spread the module over them."""
     dims: Any = parallel_dims_of(module)
-    mesh = dims.get_optional_mesh(AXIS) if getattr(dims, "spmd_backend", None) == BACKEND else None
+    mesh = dims.get_optional_mesh(AXIS) if getattr(dims, "spmd_backend", None) in BACKENDS else None
     return mesh if isinstance(mesh, DeviceMesh) else None
 
 
@@ -36,12 +37,24 @@ def refusal_of_backend(module: nn.Module) -> str:
     """Return why a linear that another backend of torchtitan split stays unchanged; or nothing."""
     dims = parallel_dims_of(module)
     backend = getattr(dims, "spmd_backend", "of another release")
-    if dims is None or backend == BACKEND or getattr(dims, "tp", 0) == 1:
+    if dims is None or backend in BACKENDS or getattr(dims, "tp", 0) == 1:
         return ""
+    supported = " and ".join(BACKENDS)
     return (
-        f"torchtitan split it by its backend {backend}, but only {BACKEND} is supported. Leave it unchanged, or "
-        f"set parallelism.spmd_backend to {BACKEND}"
+        f"torchtitan split it by its backend {backend}, but only {supported} are supported. Leave it unchanged, or "
+        "set parallelism.spmd_backend to one of them"
     )
+
+
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Return whether torchtitan spread a module over tensor-parallel ranks and gave it plain weights."""
+    backend = getattr(parallel_dims_of(module), "spmd_backend", None)
+    return backend == PLAIN and tensor_parallel_mesh_of(module) is not None
+
+
+def weights_of(module: nn.Module) -> set[Kind]:
+    """Return how torchtitan split the weights of a module that has plain ones."""
+    return {kind_of(each) for each in getattr(config_of(module), "state_shardings", {}).values()}
 
 
 def config_of(module: nn.Module) -> Any | None:

@@ -5,7 +5,8 @@ torch.compile guards on what these functions read, so they read the switch and o
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -79,17 +80,23 @@ def keep_sharded(found: GatheringHook, earlier: Hook, switch: Switch) -> Callabl
 
 def keep_inputs_sharded(module: Any, found: Boundary, switch: Switch) -> Callable[..., Any]:
     """Replace the function by which torchtitan 0.3 redistributes a module's inputs: it does everything but the gather."""
-    earlier, redistribute, config = module._redistribute_inputs, type(module)._redistribute_inputs, module._sharding_config
-    changed = copy.copy(config)
-    changed.in_dst_shardings = config.in_dst_shardings | {name: config.in_src_shardings[name] for name in found.gathered}
-    alike = SimpleNamespace(_sharding_config=changed, _cache_pos_arg_names=module._cache_pos_arg_names)
+    earlier, leave = module._redistribute_inputs, unchanged_inputs_of(module, found.gathered)
 
     def prepare(parallel_dims: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if not switch.holds:
             return earlier(parallel_dims, inputs, named)
-        return redistribute(alike, parallel_dims, inputs, named)
+        return leave(parallel_dims, inputs, named)
 
     return prepare
+
+
+def unchanged_inputs_of(module: Any, names: Iterable[str]) -> Callable[..., Any]:
+    """Return the function by which torchtitan 0.3 redistributes a module's inputs, without those of these names."""
+    redistribute, config = type(module)._redistribute_inputs, module._sharding_config
+    changed = copy.copy(config)
+    changed.in_dst_shardings = config.in_dst_shardings | {name: config.in_src_shardings[name] for name in names}
+    alike = SimpleNamespace(_sharding_config=changed, _cache_pos_arg_names=module._cache_pos_arg_names)
+    return partial(redistribute, alike)
 
 
 def annotate(layout: LinearLayout, earlier: Hook, switch: Switch) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ v; gate and up) are assumed to have the same input and share one gather or one s
 separated, and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
 
 Inputs that `PrepareModuleInput` or a module of torchtitan 0.3 gathered arrive as sharded DTensors of the same shape; for any
-other use in the module, DTensor itself gathers them. With FSDP2, call `overlap` before or after `fully_shard`, but not
-between a forward and a backward pass.
+other use in the module, DTensor itself gathers them. `Deferred` does the same where torchtitan's tensors are plain. With
+FSDP2, call `overlap` before or after `fully_shard`, but not between a forward and a backward pass.
 """
 
 from collections.abc import Iterable
@@ -26,8 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard
 
 from counterpoint.errors import IntegrationError
+from counterpoint.integrations.deferred_inputs import defer_inputs
 from counterpoint.integrations.eager_linears import OPERATORS as EAGER_OPERATORS
 from counterpoint.integrations.layouts import (
+    FUSED,
+    IS_FUSED,
     Boundary,
     LinearLayout,
     boundary_of,
@@ -45,6 +48,7 @@ from counterpoint.integrations.parallel_linears import (
     RowwiseForward,
     SharedInput,
 )
+from counterpoint.integrations.sharding_configs import has_plain_tensors
 from counterpoint.integrations.switched_hooks import annotate, keep_inputs_sharded, keep_sharded, pass_on
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.value import require
@@ -77,7 +81,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     )
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     boundaries = _boundaries_in(module)
-    shared = {name: SharedInput() for name in (*gathering, *(name for name, each in boundaries.items() if each.gathered))}
+    left = [name for name, each in boundaries.items() if each.dims]
+    shared = {name: SharedInput() for name in (*gathering, *left)}
     whole = {_parent(name): SharedInput() for name, _ in linears}
     columns: dict[str, ColumnwiseForward] = {}
     for name, linear in linears:
@@ -90,7 +95,9 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
             around = _nearest(name, boundaries if layout.is_configured else gathering)
             gathered = None if around is None else shared.get(around)
             rest = layout, gathered or whole[_parent(name)], text
-            column = _take_column(overlapped, name, linear, rest, is_gathered=gathered is not None)
+            dim = boundaries[around].dim if around is not None and layout.is_configured else None
+            is_gathered = gathered is not None and (dim is not None or not layout.is_plain)
+            column = _take_column(overlapped, name, linear, rest, is_gathered=is_gathered, dim=dim)
             if column is not None:
                 columns[name] = column
     _join_neighbors(columns)
@@ -101,11 +108,13 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
                 hook, hooks = gathering[name], container._forward_pre_hooks
                 overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
             else:
-                prepare = keep_inputs_sharded(container, boundaries[name], overlapped.switch)
+                keep = keep_inputs_sharded if boundaries[name].mesh is None else defer_inputs
+                prepare = keep(container, boundaries[name], overlapped.switch)
                 overlapped.exchange(vars(container), "_redistribute_inputs", prepare)
             overlapped.finish_with(container, inputs)
-    for name in {_parent(name) for name, column in columns.items() if column.is_whole and len(column.group) > 1}:
-        overlapped.finish_with(module.get_submodule(name), whole[name])
+    for parent, inputs in whole.items():
+        if any(column.shared is inputs and column.is_whole and len(column.group) > 1 for column in columns.values()):
+            overlapped.finish_with(module.get_submodule(parent), inputs)
     overlapped.require_taken(f"No linear of {type(module).__name__}")
     overlapped.say_refused()
     return overlapped
@@ -139,15 +148,16 @@ def _boundaries_in(module: nn.Module) -> dict[str, Boundary]:
 
 def _layout_within(name: str, linear: nn.Module, boundaries: dict[str, Boundary]) -> LinearLayout | str:
     """Return the layout of a linear in a model with these boundaries, or why it is unknown or not supported."""
-    layout = linear_layout(linear)
+    layout, around = linear_layout(linear), _nearest(name, boundaries)
+    found = None if around is None else boundaries[around]
+    if found is not None and found.name in FUSED and has_plain_tensors(linear):
+        return f"the {found.name} around it {IS_FUSED}"
     if isinstance(layout, str) or layout.kind == "row" or not layout.is_configured:
         return layout
-    around = _nearest(name, boundaries)
-    found = None if around is None else boundaries[around]
-    if found is None or not (found.gathered or found.is_whole):
+    if found is not None and found.obstacle:
+        return f"the {found.name} around it {found.obstacle}"
+    if found is None or not (found.gathered or found.summed):
         return "its input arrives whole, and no module around it gathers it or sums its gradient. Leave it unchanged"
-    if found.obstacle:
-        return f"the {found.name} around it gathers its input, but {found.obstacle}. Leave it unchanged"
     return layout
 
 
@@ -194,12 +204,16 @@ def _take_column(
     rest: tuple[LinearLayout, SharedInput, str],
     *,
     is_gathered: bool,
+    dim: int | None,
 ) -> ColumnwiseForward | None:
-    """Take a column-parallel linear, whose input a module around it gathers or not; return one that may have neighbors."""
+    """Take a column-parallel linear, whose input a module around it gathers (a plain one along `dim`) or not; return one
+    that may have neighbors.
+    """
     layout, shared, schedule = rest
     key, hooks = layout.input_hook, linear._forward_pre_hooks
     if layout.is_configured:
-        column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule), is_whole=not is_gathered)
+        rest_of_it = shared, overlapped.switch, schedule
+        column = ColumnwiseForward(linear, layout, rest_of_it, input_dim=dim, is_whole=not is_gathered)
         overlapped.replace_forward(name, linear, column)
         return column
     if key is not None and is_sequence(layout.input_layouts[0]):
