@@ -16,6 +16,7 @@ COMPILED = (  # two ranks are enough, and compile sooner
     "tensor_parallel_compiled",
     "tensor_parallel_checkpointed",
     "tensor_parallel_configured_compiled",
+    "tensor_parallel_plain_compiled",
 )
 MODULES = sorted((JOBS / "integration_sections").glob("*.py"))
 DEFINED = [name for each in MODULES for name in re.findall(r"^def ([a-z]\w*)\(\) -> None:", each.read_text(), re.MULTILINE)]

@@ -38,7 +38,7 @@ def linear() -> nn.Linear:
 def test_linears_that_a_torchtitan_of_another_release_split_are_refused() -> None:
     model = nn.Sequential(linear())
     parallelize(model[0], object())
-    with pytest.raises(IntegrationError, match=r"split it by its backend of another release, but only partial_dtensor is"):
+    with pytest.raises(IntegrationError, match=r"split it by its backend of another release, but only partial_dtensor and"):
         tensor_parallel.overlap(model)
     assert "torchtitan" in tensor_parallel.why_none_waits(model)
 

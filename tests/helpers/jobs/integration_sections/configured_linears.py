@@ -22,6 +22,7 @@ from counterpoint.schedule import ScheduleDescription
 from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused
 
 FEATURES, BATCH = 32, 2
+PLAIN = "spmd_types"
 
 
 class Kind(Enum):
@@ -55,6 +56,15 @@ def placements_of(layout: Layout, num_dims: int) -> tuple[Placement]:
 def redistributed(given: DTensor, layout: Layout) -> DTensor:
     wanted = placements_of(layout, given.ndim)
     return given if given.placements == wanted else given.redistribute(placements=wanted, async_op=True)
+
+
+def redistributed_plain(given: Any, dims: "Dims", source: Layout | None, target: Layout | None) -> Any:
+    """A rank's part of another layout. The gradient of what becomes R differs on each rank, and is still to be summed."""
+    if source is None or target is None or source == target or dims.mesh is None:
+        return given
+    spread = DTensor.from_local(given, dims.mesh, placements_of(source, given.ndim), run_check=False)
+    changed = spread.redistribute(placements=placements_of(target, given.ndim))
+    return changed.to_local(grad_placements=[Partial()] if target == R else None)
 
 
 @dataclass
@@ -91,8 +101,9 @@ class Module(nn.Module):
             return
         for name, own in list(self.named_parameters(recurse=False)):
             if mesh is not None:
-                placements = placements_of(config.state_shardings[name], own.ndim)
-                setattr(self, name, nn.Parameter(distribute_tensor(own.data, mesh, placements)))
+                spread = distribute_tensor(own.data, mesh, placements_of(config.state_shardings[name], own.ndim))
+                is_plain = parallel_dims.spmd_backend == PLAIN
+                setattr(self, name, nn.Parameter(spread.to_local().contiguous() if is_plain else spread))
         fn = self.forward
 
         def forward_with_redistribution(*args: Any, **kwargs: Any) -> Any:
@@ -111,6 +122,9 @@ class Module(nn.Module):
         given = dict(zip(names, args, strict=False)) | kwargs
         for name in given:
             value = given[name]
+            if parallel_dims.spmd_backend == PLAIN:
+                given[name] = redistributed_plain(value, parallel_dims, sources.get(name), targets.get(name))
+                continue
             if name in sources:
                 wanted = placements_of(sources[name], value.ndim)
                 if not isinstance(value, DTensor):
@@ -126,6 +140,8 @@ class Module(nn.Module):
         config = self._sharding_config
         assert config is not None
         source, target = config.out_src_shardings, config.out_dst_shardings
+        if parallel_dims.spmd_backend == PLAIN:
+            return redistributed_plain(outputs, parallel_dims, source, target)
         if source is not None and outputs.placements != placements_of(source, outputs.ndim):
             raise ValueError(f"the output has placements {outputs.placements}, but out_src_shardings expects {source}")
         return outputs if target is None else redistributed(outputs, target)
@@ -334,7 +350,10 @@ class Routed(FeedForward):
         self.router._sharding_config = Config(state_shardings={"weight": R}, in_src_shardings={"input": R})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.router(x).sum(-1, keepdim=True)
+        weights = self.router(x).sum(-1, keepdim=True)
+        assert isinstance(weights, DTensor)
+        # torch 2.11 cannot flatten the router's gradient as parts, so it is made whole on its way back
+        return super().forward(x) * weights.redistribute(placements=[Shard(1)])
 
 
 class Local(FeedForward):
@@ -402,15 +421,16 @@ def tensor_parallel_configured_refused() -> None:
         model[0].parallelize(Dims(whole_mesh()))
         refused(lambda model=model: tensor_parallel.overlap(model), reason)
         assert not tensor_parallel.waiting_linears(model)
-    for backend in ("spmd_types", "full_dtensor"):
-        block = Block(PARTS).to(DEVICE)
-        block.parallelize(Dims(None, backend))  # with plain weights
-        refused(lambda block=block: tensor_parallel.overlap(block), f"by its backend {backend}, but only partial_dtensor")
-        prepared = PreparedOverlaps(Paths(overlaps_matmuls=True))
-        prepared.prepare([block])
-        (offer,) = prepared.offers()
-        assert backend in offer.refusal, "`run` says why it takes nothing"
+    backend = "full_dtensor"
+    block = Block(PARTS).to(DEVICE)
+    block.parallelize(Dims(None, backend))
+    refused(lambda: tensor_parallel.overlap(block), f"by its backend {backend}, but only partial_dtensor and spmd_types")
+    prepared = PreparedOverlaps(Paths(overlaps_matmuls=True))
+    prepared.prepare([block])
+    (offer,) = prepared.offers()
+    assert backend in offer.refusal, "`run` says why it takes nothing"
+    for each in (backend, "spmd_types"):
         alone = Block(PARTS).to(DEVICE)
-        alone.parallelize(Dims(None, backend, tp=1))
+        alone.parallelize(Dims(None, each, tp=1))
         refused(lambda alone=alone: tensor_parallel.overlap(alone), "has no linear that parallelize_module has split")
         assert not tensor_parallel.why_none_waits(alone)

@@ -1,0 +1,216 @@
+"""`tensor_parallel.overlap` where torchtitan 0.3 gives linears plain tensors, as its backend `spmd_types` does."""
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from counterpoint.integrations import tensor_parallel
+from counterpoint.integrations.overlapped import Overlapped
+from counterpoint.schedule import ScheduleDescription
+from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused
+from integration_sections.configured_linears import (
+    BATCH,
+    COLUMNS,
+    FEATURES,
+    PARTS,
+    PLAIN,
+    TAKEN,
+    Attention,
+    Block,
+    Config,
+    Dims,
+    FeedForward,
+    I,
+    Layout,
+    Linear,
+    Mixed,
+    P,
+    R,
+    S,
+    forwards_of,
+    placements_of,
+    whole_mesh,
+)
+
+
+def plain_block(activations: Layout, mesh: DeviceMesh | None = None) -> Block:
+    torch.manual_seed(0)
+    block = Block(activations).to(DEVICE, torch.float64)
+    block.attention.wo.bias = None  # each rank would add it
+    block.parallelize(Dims(mesh or whole_mesh(), PLAIN))
+    return block
+
+
+def results_of(
+    module: nn.Module, activations: Layout, mesh: DeviceMesh | None = None, *, run: Callable[..., Any] | None = None
+) -> list[torch.Tensor]:
+    """This rank's parts of the output, and of the gradients of the input and of the parameters."""
+    mesh = mesh or whole_mesh()
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randn(BATCH, 4 * mesh.size(), FEATURES, generator=generator, dtype=torch.float64).to(DEVICE)
+    given = distribute_tensor(whole, mesh, placements_of(activations, 3)).to_local().clone().requires_grad_()
+    module.zero_grad()
+    output = (module if run is None else run)(given)
+    output.pow(2).sum().backward()
+    found = [output.detach(), given.grad, *(each.grad for each in module.parameters())]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
+
+
+def num_calls_of(overlapped: Overlapped) -> int:
+    return overlapped.num_by_copies + overlapped.num_by_library
+
+
+def tensor_parallel_plain() -> None:
+    """Outputs and gradients are those without us, of parts of the sequence and whole; off, and after `undo`, to the bit."""
+    for activations, num_calls in ((PARTS, 8), (I, 4)):
+        block = plain_block(activations)
+        before, wanted = forwards_of(block), results_of(block, activations)
+        assert len(tensor_parallel.waiting_linears(block)) == 7
+        overlapped = tensor_parallel.overlap(block)
+        assert overlapped.taken == TAKEN, overlapped.refused
+        found = results_of(block, activations)
+        assert_close(found, wanted, 1e-12)
+        assert num_calls_of(overlapped) == num_calls, "neighbors share a gather, or a sum"
+        assert overlapped.num_by_library == overlapped.num_in_operators
+        assert_equal(results_of(block, activations), found)
+        again = results_of(block, activations, run=lambda x, block=block: checkpoint(block, x, use_reentrant=False))
+        assert_close(again, found, 1e-12)
+        with torch.no_grad():
+            block(torch.zeros(BATCH, 4, FEATURES, dtype=torch.float64, device=DEVICE))
+        overlapped.use(False)
+        num_before = num_calls_of(overlapped)
+        assert_equal(results_of(block, activations), wanted)
+        sys.modules["spmd_types"] = checker = SimpleNamespace(is_type_checking=lambda: True)  # type: ignore[assignment]
+        overlapped.use(True)
+        assert_equal(results_of(block, activations), wanted)
+        assert num_calls_of(overlapped) == num_before, "operators state no types"
+        assert sys.modules.pop("spmd_types") is checker
+        overlapped.undo()
+        assert forwards_of(block) == before
+        assert_equal(results_of(block, activations), wanted)
+        by_copies = tensor_parallel.overlap(block, schedule=ScheduleDescription(pattern="one_peer", chunks=2))
+        assert_close(results_of(block, activations), wanted, 1e-12)
+        assert by_copies.num_by_copies == num_calls
+
+
+def tensor_parallel_plain_with_fsdp() -> None:
+    """`overlap` may come before `fully_shard` or after it."""
+    mesh = init_device_mesh(DEVICE.type, (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
+    results = []
+    for when in ("never", "before", "after"):
+        block = plain_block(PARTS, mesh["tp"])
+        if when == "before":
+            assert tensor_parallel.overlap(block).taken == TAKEN
+        fully_shard(block, mesh=mesh["fsdp"])
+        if when == "after":
+            overlapped = tensor_parallel.overlap(block)
+            assert overlapped.taken == TAKEN
+        results.append(results_of(block, PARTS, mesh["tp"]))
+    assert num_calls_of(overlapped) == 8
+    assert_close(results[1], results[0], 1e-12)
+    assert_equal(results[2], results[1])
+
+
+def tensor_parallel_plain_compiled() -> None:
+    """A block is one graph. Row-parallel linears have operators there, and what gathers or sums does so itself."""
+    for activations in (PARTS, I):
+        block = plain_block(activations)
+        wanted = results_of(block, activations)
+        overlapped = tensor_parallel.overlap(block)
+        block.compile(backend="aot_eager", fullgraph=True)
+        assert_close(results_of(block, activations), wanted, 1e-12)
+        num_calls = num_calls_of(overlapped)
+        assert num_calls == (4 if activations == PARTS else 2)
+        overlapped.use(False)
+        assert_close(results_of(block, activations), wanted, 1e-12)
+        assert num_calls_of(overlapped) == num_calls
+        torch._dynamo.reset()
+
+
+class Scaled(FeedForward):
+    """It has other uses of its whole input than its linears."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, rest = x.split([1, x.shape[1] - 1], dim=1)
+        return super().forward(x) * first.square().mean() * torch.tanh(rest * x[:, 1:]).mean()
+
+
+class Latent(FeedForward):
+    """It has a linear with the same weight on every rank beside the others, as DeepSeek-V3's attention."""
+
+    def __init__(self, activations: Layout) -> None:
+        super().__init__(activations)
+        self.latent = Linear(FEATURES, 8, bias=False)
+        self.latent._sharding_config = Config(state_shardings={"weight": R})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.latent(x).square().mean()
+
+
+class AllGatherFusedFeedForward(FeedForward):
+    """It has the name of one that multiplies by kernels of its own."""
+
+
+class RowParallelLinear(Linear):
+    pass
+
+
+class Fused(Attention):
+    def __init__(self, activations: Layout) -> None:
+        super().__init__(activations)
+        config, self.wo = self.wo._sharding_config, RowParallelLinear(64, FEATURES, bias=False)
+        self.wo._sharding_config = config
+
+
+def tensor_parallel_plain_in_part() -> None:
+    """What else a module does with its whole input is right; what is refused stays unchanged."""
+    names = ["w1", "w2", "w3"]
+    fused = "sends beside its own matmuls"
+    for build, name, taken, reason in (
+        (Scaled, "", names, ""),
+        (Latent, "w1", ["w2"], "but latent within needs it whole"),
+        (lambda _: Mixed(), "w1", ["w2"], "the Mixed around it gathers its input, but w3 within needs it whole"),
+        (Attention, "wo", ["qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv"], "each rank adds its bias before the sum"),
+        (Fused, "wo", ["qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv"], f"torchtitan's RowParallelLinear {fused}"),
+        (AllGatherFusedFeedForward, "w2", [], f"the AllGatherFusedFeedForward around it {fused}"),
+    ):
+        for activations in (PARTS, I):
+            torch.manual_seed(0)
+            model = build(activations).to(DEVICE, torch.float64)
+            model.parallelize(Dims(whole_mesh(), PLAIN))
+            given = PARTS if isinstance(model, Mixed) else activations
+            wanted = results_of(model, given)
+            if not taken:
+                refused(lambda model=model: tensor_parallel.overlap(model), reason)
+                assert reason in tensor_parallel.why_none_waits(model)
+                continue
+            overlapped = tensor_parallel.overlap(model)
+            assert overlapped.taken == taken, overlapped.refused
+            assert reason in overlapped.refused.get(name, ""), overlapped.refused
+            assert_close(results_of(model, given), wanted, 1e-12)
+
+
+def tensor_parallel_plain_refused() -> None:
+    """Layouts whose gradients operators would not sum are refused in one line."""
+    whole = Config(state_shardings={"weight": Layout(S(1))}, out_src_shardings=P, out_dst_shardings=R)
+    alike = Config(state_shardings={"weight": R}, out_src_shardings=R)
+    ends = Config(state_shardings={"weight": Layout(S(0))}, out_src_shardings=COLUMNS)
+    for config, reason in (
+        (whole, "its output is R, so backward sums the output's gradient"),
+        (alike, "its weight is R, neither column- nor row-parallel"),
+        (ends, "its input arrives whole, and no module around it gathers it or sums its gradient"),
+    ):
+        model = nn.Sequential(Linear(FEATURES, 64, bias=False)).to(DEVICE)
+        model[0]._sharding_config = config
+        model[0].parallelize(Dims(whole_mesh(), PLAIN))
+        refused(lambda model=model: tensor_parallel.overlap(model), reason)
+        assert not tensor_parallel.waiting_linears(model)
