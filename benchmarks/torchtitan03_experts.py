@@ -38,7 +38,7 @@ from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.integrations import expert_parallel
 
 JOB = (
-    "DeepSeek-V3 of torchtitan, random words, expert parallel and FSDP2 over all ranks, spmd_backend partial_dtensor, bf16 "
+    "DeepSeek-V3 of torchtitan, random words, expert parallel and FSDP2 over all ranks, spmd_backend {}, bf16 "
     "with fp32 parameters and reductions, eager, no activation checkpointing, PyTorch's attention, AdamW (fused), gradients "
     "clipped, load balancing by torchtitan's hook; blocks of {} steps off/on/on/off, each after {} of warm-up; ms of rank 0"
 )
@@ -93,9 +93,9 @@ def main() -> None:
     sys.path[:0] = [str(folder.resolve()) for folder in options.torchtitan]
     device = join(has_gpus=not options.cpu)
     sizes, blocks = ON_CPUS if options.cpu else ON_GPUS
-    built = build(sizes, device)
+    built = build(sizes, device, options.backend)
     job = ExpertsJob(built, sizes, device)
-    words = JOB.format(blocks.steps, blocks.warm_ups)
+    words = JOB.format(options.backend, blocks.steps, blocks.warm_ups)
     result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
     log(json.dumps(result["conditions"]))
     overlapped, result["check"] = check(job, expert_parallel.overlap, kind_of)

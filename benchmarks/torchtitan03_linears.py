@@ -35,7 +35,7 @@ from counterpoint.integrations import tensor_parallel
 
 JOB = (
     "Llama 3 of torchtitan, random words, tensor parallel over all ranks with sequence parallelism, spmd_backend "
-    "partial_dtensor, bf16 with fp32 parameters, {}, no activation checkpointing, PyTorch's attention, AdamW (fused), "
+    "{}, bf16 with fp32 parameters, {}, no activation checkpointing, PyTorch's attention, AdamW (fused), "
     "gradients clipped; blocks of {} steps off/on/on/off, each after {} of warm-up; ms of rank 0"
 )
 ON_GPUS = Sizes("8B", layers=4, words=32768, sequences=1, tokens=8192), Blocks(rounds=3, steps=10, warm_ups=5)
@@ -72,10 +72,10 @@ def main() -> None:
     sizes, blocks = ON_CPUS if options.cpu else ON_GPUS
     sizes = sizes._replace(layers=options.layers or sizes.layers)
     is_compiled = options.compile or options.async_tp
-    built = build_tensor_parallel(sizes, device, is_compiled=is_compiled, is_async=options.async_tp)
+    built = build_tensor_parallel(sizes, device, options.backend, is_compiled=is_compiled, is_async=options.async_tp)
     job = Job(built, sizes, device)
     how = "compiled with async tensor parallelism" if options.async_tp else "compiled" if is_compiled else "eager"
-    words = JOB.format(how, blocks.steps, blocks.warm_ups)
+    words = JOB.format(options.backend, how, blocks.steps, blocks.warm_ups)
     result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
     log(json.dumps(result["conditions"]))
     overlapped, result["check"] = check(job, tensor_parallel.overlap, kind_of)

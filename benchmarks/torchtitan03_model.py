@@ -3,7 +3,8 @@ Llama 3 with tensor and sequence parallelism over all ranks.
 
 torchtitan 0.3.0 uses three things that torch 2.11 lacks and 2.13 has. `build` puts stand-ins where one is missing, and
 names them in its result. A class is only imported; a question about tracing is always answered with no. And since
-`fully_shard` has one mesh for all parameters of a unit there, each layer's experts are a unit of their own.
+`fully_shard` has one mesh for all parameters of a unit there, each layer's experts are a unit of their own. torch 2.15 needs
+none of them, and it runs torchtitan's backend `spmd_types`, too.
 
 The trainer itself is not imported: it needs data sets, tokenizers and checkpoints, and no step here does. Functions import
 torchtitan, because its folder is known only when the command line was read. `_fit_to_cpus` says what differs on CPUs.
@@ -12,6 +13,7 @@ torchtitan, because its folder is known only when the command line was read. `_f
 import dataclasses
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-BACKEND = "partial_dtensor"
+BACKENDS = "partial_dtensor", "spmd_types"
 SEED = 7
 CLASS_STAND_IN = "torch.distributed.fsdp.DataParallelMeshDims: a stand-in class, never made with partial_dtensor"
 TRACING_STAND_IN = "torch.compiler._is_non_strict_tracing: always False"
@@ -47,44 +49,48 @@ class Built(NamedTuple):
     model: Any
     config: Any
     dims: Any
+    context: Callable[[], AbstractContextManager[None]]  # that of a step
     stand_ins: list[str]
 
 
-def build(sizes: Sizes, device: torch.device) -> Built:
+def build(sizes: Sizes, device: torch.device, backend: str = BACKENDS[0]) -> Built:
     """DeepSeek-V3 with random weights on this rank's device, ready to train."""
-    stand_ins = _prepare(device)
+    stand_ins = _prepare(device, backend)
     from torchtitan.config import ParallelismConfig  # noqa: PLC0415
 
     stand_ins += _stand_in_for_sharding()
     num_ranks = dist.get_world_size()
     parallelism = ParallelismConfig(
-        data_parallel_shard_degree=num_ranks, expert_parallel_degree=num_ranks, spmd_backend=BACKEND
+        data_parallel_shard_degree=num_ranks, expert_parallel_degree=num_ranks, spmd_backend=backend
     )
     return _built(_specification(sizes), parallelism, sizes, device)._replace(stand_ins=stand_ins)
 
 
-def build_tensor_parallel(sizes: Sizes, device: torch.device, *, is_compiled: bool = False, is_async: bool = False) -> Built:
+def build_tensor_parallel(
+    sizes: Sizes, device: torch.device, backend: str = BACKENDS[0], *, is_compiled: bool = False, is_async: bool = False
+) -> Built:
     """Llama 3, likewise; compiled block by block, with PyTorch's async tensor parallelism or without."""
-    stand_ins = _prepare(device)
+    stand_ins = _prepare(device, backend)
     from torchtitan.config import ParallelismConfig  # noqa: PLC0415
     from torchtitan.models.llama3 import model_registry  # noqa: PLC0415
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config  # noqa: PLC0415
 
-    parallelism = ParallelismConfig(tensor_parallel_degree=dist.get_world_size(), spmd_backend=BACKEND)
+    parallelism = ParallelismConfig(tensor_parallel_degree=dist.get_world_size(), spmd_backend=backend)
     spec = _sized(model_registry(sizes.flavor), sizes)
     set_llama3_sharding_config(spec.model, enable_sp=True)
     compiled = {"enable": is_compiled, "enable_async_tensor_parallel": is_async}
     return _built(spec, parallelism, sizes, device, compiled)._replace(stand_ins=stand_ins)
 
 
-def _prepare(device: torch.device) -> list[str]:
+def _prepare(device: torch.device, backend: str) -> list[str]:
     """Let torchtitan be imported; return the stand-ins."""
     stand_ins = _stand_in_for_names()
     if device.type == "cpu":
         torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan would take GPUs, though there are none
+        dist.all_to_all = _all_to_all  # spmd_types exchanges tokens by it
     from torchtitan.distributed.utils import set_spmd_backend  # noqa: PLC0415
 
-    set_spmd_backend(BACKEND)
+    set_spmd_backend(backend)
     return stand_ins
 
 
@@ -93,6 +99,7 @@ def _built(
 ) -> Built:
     from torchtitan.config import CompileConfig, TrainingConfig  # noqa: PLC0415
     from torchtitan.distributed import ParallelDims  # noqa: PLC0415
+    from torchtitan.distributed.utils import get_spmd_context  # noqa: PLC0415
 
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
@@ -113,7 +120,7 @@ def _built(
         model.init_weights(buffer_device=None)
         if device.type == "cpu":
             _fit_to_cpus(model)
-    return Built(model.train(), spec.model, dims, [])
+    return Built(model.train(), spec.model, dims, get_spmd_context(parallel_dims=dims), [])
 
 
 def _specification(sizes: Sizes) -> Any:
@@ -213,6 +220,15 @@ def _fit_to_cpus(model: Any) -> None:
         part = local(parameter)
         if part.ndim > 1 and part.numel() > 1:
             part.normal_(std=part.std().item(), generator=generator)
+
+
+def _all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Exchange parts of different sizes, which gloo does for consecutive parts of one tensor only."""
+    sizes = [[part.shape[0] for part in parts] for parts in (outputs, inputs)]
+    joined = torch.cat(outputs)
+    dist.all_to_all_single(joined, torch.cat(inputs), *sizes, group=group)
+    for output, arrived in zip(outputs, joined.split(sizes[0]), strict=True):
+        output.copy_(arrived)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks import conditions, on_gpus
 from benchmarks.on_gpus import is_first, log
-from benchmarks.torchtitan03_model import Built, Sizes, local
+from benchmarks.torchtitan03_model import BACKENDS, Built, Sizes, local
 from benchmarks.torchtitan_experts import figure
 from counterpoint.integrations.overlapped import Overlapped
 
@@ -52,6 +52,7 @@ class Job:
         from torchtitan.distributed.utils import clip_grad_norm_  # noqa: PLC0415
 
         self.model, self.device = built.model, device
+        self._context, self._num_words = built.context, sizes.words
         self._loss, self._clip = cross_entropy_loss, clip_grad_norm_
         self._num_alike, self._has_experts = built.dims.tp, built.dims.ep > 1
         generator = torch.Generator().manual_seed(1000 + dist.get_rank() // self._num_alike)
@@ -65,10 +66,12 @@ class Job:
     def forward_backward(self, number: int) -> torch.Tensor:
         """This rank's share of the loss of a batch; gradients are added up."""
         batch = self._batches[number % NUM_BATCHES]
-        predicted = self.model(batch[:, :-1], positions=self._positions, attention_masks=None)
-        loss: torch.Tensor = self._loss(predicted, batch[:, 1:]) / self._num_tokens
-        del predicted  # backward needs the memory
-        loss.backward()
+        with self._context():
+            predicted = self.model(batch[:, :-1], positions=self._positions, attention_masks=None)
+            whole = self._loss(predicted, batch[:, 1:], global_vocab_size=self._num_words)
+            loss: torch.Tensor = whole / self._num_tokens
+            del predicted  # backward needs the memory
+            loss.backward()
         return loss.detach()
 
     def step(self) -> torch.Tensor:
@@ -263,6 +266,8 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "a folder with torchtitan 0.3.0 or what it imports; may be given again; not needed if they are installed"
     parser.add_argument("--torchtitan", type=Path, action="append", default=[], metavar="DIR", help=where)
+    backends = f"of torchtitan; {BACKENDS[1]} needs torch 2.15, which itself imports what is in DIR: put it in PYTHONPATH"
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=backends)
     parser.add_argument("--cpu", action="store_true", help="small sizes by gloo, without a GPU")
     parser.add_argument("-o", "--output", type=Path)
     return parser
