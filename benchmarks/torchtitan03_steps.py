@@ -266,7 +266,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = "a folder with torchtitan 0.3.0 or what it imports; may be given again; not needed if they are installed"
     parser.add_argument("--torchtitan", type=Path, action="append", default=[], metavar="DIR", help=where)
-    backends = f"of torchtitan; {BACKENDS[1]} needs torch 2.15, which itself imports what is in DIR: put it in PYTHONPATH"
+    backends = f"of torchtitan; {BACKENDS[1]} needs torch 2.14, which itself imports what is in DIR: put it in PYTHONPATH"
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help=backends)
     parser.add_argument("--cpu", action="store_true", help="small sizes by gloo, without a GPU")
     parser.add_argument("-o", "--output", type=Path)
