@@ -242,15 +242,6 @@ class Copy(Value, frozen=True, kw_only=True, tag_field="type", tag="copy"):
 
 
 Operation = Kernel | Collective | Copy
-NOT_OF_WORK = ("name", "stream", "waits_for", "issued_us", "issued_after")
-OF_WORK = {
-    kind: tuple(name for name in kind.__struct_fields__ if name not in NOT_OF_WORK) for kind in (Kernel, Collective, Copy)
-}
-
-
-def work_key(operation: Operation) -> tuple[object, ...]:
-    """Return all fields of an operation but its name, and where and when it is launched."""
-    return tuple([getattr(operation, name) for name in OF_WORK[type(operation)]])
 
 
 class Step(Value, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from counterpoint.machine import Machine
 from counterpoint.metrics import critical_path_us
 from counterpoint.plan import LEAVE_IT
-from counterpoint.sim.alike import alike
+from counterpoint.sim.alike import alike, first_alike
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect, EffectReader
@@ -33,7 +33,11 @@ class StepRun:
         self._effects, self.machine = effects, machine
         self._latest: tuple[float, Spans] | None = None  # the clock and the spans of the latest simulation
         self._alone_us: list[float] | None = None  # of each operation, at the clock of lone times
-        self._first = _first_alike(step, effects)
+        # by operation, the first one with the same work and footprint that moves its data in the same way
+        self._first = first_alike(
+            (effect.footprint, effect.is_saved, _is_copied(effect), *alike(operation))
+            for operation, effect in zip(step.operations, effects, strict=True)
+        )
 
     def _costs(self, clock_share: float = 1.0) -> CostModel:
         return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
@@ -153,15 +157,6 @@ def _makespan_us(spans: Spans) -> float:
 def _is_computed(operation: Operation) -> bool:
     """Return whether the operation's time follows from its work, and so is that of a burst."""
     return isinstance(operation, Kernel) and operation.lone_us is None and operation.cta_us is None
-
-
-def _first_alike(step: Step, effects: Sequence[Effect]) -> list[int]:
-    """Return for each operation the first one with the same work and footprint that moves its data in the same way."""
-    found: dict[tuple[object, ...], int] = {}
-    return [
-        found.setdefault((effect.footprint, effect.is_saved, _is_copied(effect), *alike(operation)), index)
-        for index, (operation, effect) in enumerate(zip(step.operations, effects, strict=True))
-    ]
 
 
 def _is_copied(effect: Effect) -> bool:
