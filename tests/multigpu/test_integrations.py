@@ -82,6 +82,13 @@ GROUPS = {
         "tensor_parallel_configured_in_part",
         "tensor_parallel_configured_refused",
     ),
+    "tensor parallel, by torchtitan 0.3 with plain tensors": (
+        "tensor_parallel_plain",
+        "tensor_parallel_plain_with_fsdp",
+        "tensor_parallel_plain_compiled",
+        "tensor_parallel_plain_in_part",
+        "tensor_parallel_plain_refused",
+    ),
     "the rest": (
         "tensor_parallel_refuses",
         "tensor_parallel_keeps_other_formulas",
