@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import TraceError
+from counterpoint.step import Kernel
 from counterpoint.traces import read_trace
 from counterpoint.traces.activity import HostOperator
 from counterpoint.traces.formats import read_activity
@@ -123,6 +124,18 @@ def test_a_step_of_an_export_can_be_planned(path: Path) -> None:
     assert (traced.step.name, traced.num_steps) == ("report", 3)
     assert [operation.kind for operation in traced.step.operations] == ["computation", "communication", "communication"]
     assert [edge.operation for edge in traced.step.operations[1].waits_for] == [0]
+
+
+def test_nothing_is_taken_off_for_what_torchs_profiler_adds_to_kernels(path: Path) -> None:
+    launch = "gridX = 96800, blockX = 1024, registersPerThread = 32, staticSharedMemory = 0, dynamicSharedMemory = 0"
+    add(
+        path,
+        "UPDATE StringIds SET value = 'conv_depthwise2d_forward_kernel' WHERE id = 0",
+        f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET {launch} WHERE streamId = 7",
+    )
+    kernel = read_trace(path).step.operations[0]
+    assert isinstance(kernel, Kernel)
+    assert (kernel.character, kernel.footprint.num_ctas, kernel.lone_us) == ("row_wise", 96_800, pytest.approx(100))
 
 
 @pytest.mark.parametrize(

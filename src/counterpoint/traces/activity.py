@@ -157,7 +157,8 @@ class ActivityTrace(Value, frozen=True, kw_only=True):
     """The parts of a trace that are used: operations in issue order, host calls in time order, step windows.
 
     `host_waits` are the times in which the host was blocked waiting for the GPU, in order. `operators` are those that
-    launched something. `notes` say what the file lacks or contradicts, one sentence each.
+    launched something. `notes` say what the file lacks or contradicts, one sentence each. `is_by_torch`: torch's profiler
+    recorded it, whose cost for kernels was measured.
     """
 
     path: str
@@ -174,3 +175,4 @@ class ActivityTrace(Value, frozen=True, kw_only=True):
     host_waits: tuple[tuple[float, float], ...] = ()
     operators: tuple[HostOperator, ...] = ()
     notes: tuple[str, ...] = ()
+    is_by_torch: bool = True

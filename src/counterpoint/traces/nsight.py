@@ -140,6 +140,7 @@ class _Database:
             world_size=None,
             nccl_version=None,
             host_waits=waits,
+            is_by_torch=False,
         )
         return assemble(trace, operations, calls, operators, None)
 

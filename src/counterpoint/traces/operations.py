@@ -32,10 +32,10 @@ from counterpoint.value import Value
 COUNTER_BYTES = 4
 """cuBLAS and cuDNN clear a 4-byte tile counter by a memset before a work-sharing kernel (seen in the shipped traces)."""
 TURNOVER_US, TURNOVER_US_PER_THREAD = 0.066, 0.000045
-"""How much longer the profiler makes it until an SM has its next CTA: 71, 75, 83 and 118 ns with CTAs of 128, 256, 512 and
-1,024 threads that do nothing (one H200). It explains a depthwise convolution (41 us by this, 40 measured), sorting (10, 9),
-index copies (4, 5), norms of groups (7, 9) and 21 of 33 sizes of softmax. Four of softmax in bf16 take 280 to 570 ns longer
-for each wave, which nobody can explain (docs/log.md)."""
+"""How much longer torch's profiler makes it until an SM has its next CTA: 71, 75, 83 and 118 ns with CTAs of 128, 256, 512
+and 1,024 threads that do nothing (one H200). It explains a depthwise convolution (41 us by this, 40 measured), sorting (10,
+9), index copies (4, 5), norms of groups (7, 9) and 21 of 33 sizes of softmax. Some of softmax in bf16 take 250 to 570 ns
+longer for each wave, which nobody can explain (docs/log.md)."""
 TURNOVER_CAPABILITY = "9"  # the major compute capability of the GPU that this was measured on
 OFTEN_LIMITED_BY_MEMORY: tuple[Character, ...] = ("streaming", "other")
 LEAST_TURNOVER, MOST_TURNOVER = 0.005, 0.45
@@ -142,12 +142,13 @@ def without_turnovers(profiled_us: float, character: Character, footprint: Footp
 
 def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
     footprint = _footprint(trace, traced, rule)
+    measured_on = trace.device_name if trace.is_by_torch else None
     return Kernel(
         name=traced.name,
         stream=traced.stream,
         footprint=footprint,
         character=rule.character,
-        lone_us=without_turnovers(timing.lone_us, rule.character, footprint, trace.device_name),
+        lone_us=without_turnovers(timing.lone_us, rule.character, footprint, measured_on),
         matmul_sizes=traced.matmul_sizes if rule.character == "matmul" else None,
         element_type=matmul_type(traced.name, _operand(trace, traced)) if rule.character == "matmul" else None,
         is_work_sharing=is_work_sharing,
