@@ -95,6 +95,15 @@ def test_the_greater_of_two_priorities_goes_first_whatever_the_order_of_issue() 
 # Shared memory and its carveout
 
 
+def test_ctas_that_find_room_go_on_although_nothing_starts_or_ends_then() -> None:
+    # An SM has room for four CTAs of the first kernel, or for one of the second and one of the first. The second is placed
+    # whole when its last CTA begins, at 120, and only then may the first one's fifth CTA take the room beside it.
+    quarter, most = 57_344, 174_080  # 1 KiB is reserved for each CTA
+    long = kernel(5, 100.0, shared_bytes=quarter)
+    urgent = kernel(3, 10.0, stream=2, shared_bytes=most, issued_us=10.0)
+    assert spans(simulate(toy(1), long, urgent, plan=plan_of({1: GREATEST}))) == [(0, 220), (100, 130)]
+
+
 @pytest.mark.parametrize(("carveout_percent", "collective_start"), [(100, 10.0), (-1, 100.0)])
 def test_a_cap_makes_room_only_with_the_carveout_to_match(carveout_percent: int, collective_start: float) -> None:
     computation = Kernel(

@@ -31,20 +31,18 @@ class DispatchQueue:
     def place(self, sms: SmArray) -> list[SmTask]:
         """Place CTAs in order until a task cannot place all of its CTAs; the tasks after it wait.
 
-        Returns the tasks that start.
+        Returns the tasks that got CTAs.
         """
-        started = []
+        placed = []
         while self._tasks:
             task = self._tasks[0]
-            sms.place(task)
-            if task.num_resident and not task.has_started:
-                task.has_started = True
-                started.append(task)
+            if sms.place(task):
+                placed.append(task)
             if task.num_unplaced:
                 task.found_no_room = not task.num_resident
                 break
             self._tasks.pop(0)
-        return started
+        return placed
 
     def head(self) -> SmTask | None:
         """Return the task whose CTAs are placed next, or None."""

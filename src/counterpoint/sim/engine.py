@@ -103,13 +103,15 @@ class Engine:
     def _start(self, placed: Sequence[SmTask]) -> bool:
         """Record that the copies which get a copy engine now and the tasks which just got their first CTA are running.
 
-        Returns whether there are any.
+        Returns whether any copy or CTA starts.
         """
-        started = [*self._copies.start_next(), *[task.index for task in placed]]
-        for index in started:
+        copies = self._copies.start_next()
+        for index in (*copies, *[task.index for task in placed if not task.has_started]):
             self._starts[index] = self._now
             self._running[index] = self._tasks[index]
-        return bool(started)
+        for task in placed:
+            task.has_started = True
+        return bool(copies or placed)
 
     def _next_event(self) -> int:
         """Return the next time at which anything can change: a timer, the end of CTAs, of shared work or of a copy."""

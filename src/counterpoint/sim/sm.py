@@ -196,18 +196,18 @@ class SmArray:
         """Return the carveout of the SMs of a group that take CTAs of the task."""
         return group.carveout_bytes if group.cohorts else max(group.carveout_bytes, task.carveout_bytes)
 
-    def place(self, task: SmTask) -> None:
-        """Place as many of the task's CTAs as fit, whole clusters at a time.
+    def place(self, task: SmTask) -> bool:
+        """Place as many of the task's CTAs as fit, whole clusters at a time; return whether any was placed.
 
         Slots take CTAs ahead of time one by one, so the last few may not fill a cluster; they are placed as a smaller one.
         """
         if not task.num_unplaced:
-            return
+            return False
         task.shape = _shape(task.footprint)
         rooms = [self.room(group, task) for group in self.groups]
         offers = [(group, room) for group, room in zip(self.groups, rooms, strict=True) if room]
         if not offers:
-            return
+            return False
         number = task.num_unplaced
         cluster = max(1, min(number, task.footprint.ctas_per_cluster))
         if task.work.num_tiles:
@@ -216,7 +216,7 @@ class SmArray:
         has_waited = task.found_no_room and not task.work.cta_time_spread
         placed, parts = _split(rooms_of_gpcs, number // cluster, cluster, has_waited=has_waited)
         if placed == 0:
-            return
+            return False
         full = [group for group, room in zip(self.groups, rooms, strict=True) if not room]
         self.groups = full + self._filled(task, offers, parts)
         task.num_unplaced -= placed
@@ -226,6 +226,7 @@ class SmArray:
             task.num_unplaced = min(task.num_unplaced, task.tiles_left)
         if 0 < task.num_unplaced < cluster:
             self.place(task)
+        return True
 
     def _filled(self, task: SmTask, offers: list[Offer], parts: Sequence[Part]) -> list[SmGroup]:
         """Return the groups of `offers` after placing CTAs on these parts of them."""
