@@ -10,11 +10,10 @@ from counterpoint.analysis.rank import analyze_rank
 from counterpoint.errors import TraceError
 from counterpoint.metrics import critical_path_us, sequential_us
 from counterpoint.plan import LEAVE_IT
-from counterpoint.step import Character, Collective, Copy, Footprint, Kernel, Step
+from counterpoint.step import Collective, Copy, Kernel, Step
 from counterpoint.traces import TracedStep, read_trace
 from counterpoint.traces.formats import read_activity
 from counterpoint.traces.lone_times import least_usual
-from counterpoint.traces.operations import without_turnovers
 from counterpoint.traces.steady import find_repetition
 from helpers.trace_builder import ELEMENTWISE, MATMUL, NCCL, TraceBuilder, small_trace
 
@@ -481,32 +480,3 @@ def test_a_matmul_has_the_sizes_that_the_profiler_recorded(
     trace.kernel(ELEMENTWISE, 900, 8, host=3, args={"External id": 77})
     matmul, other = read_trace(trace.write(tmp_path)).step.operations
     assert (matmul.matmul_sizes, other.matmul_sizes) == (sizes, None)
-
-
-# What the profiler added to kernels of an H200: its time for each, less that of the same calls in a row without it, in
-# microseconds (benchmarks/results/profiled_kernels_h200.json)
-@pytest.mark.parametrize(
-    ("character", "launch", "profiled_us", "added_us", "tolerance_us"),
-    [
-        ("row_wise", (96_800, 1024, 32), 981.6, 39.6, 3),  # a depthwise convolution
-        ("row_wise", (131_072, 128, 28), 207.3, 5.0, 1),  # an index copy
-        ("row_wise", (16_384, 1024, 37), 518.2, 11.5, 3),  # softmax in single precision, of which an SM holds one CTA
-        ("streaming", (131_072, 128, 34), 184.5, 0.0, 0),  # an addition, which the memory limits
-        ("matmul", (132, 384, 168), 884.0, 0.0, 0),  # one wave
-    ],
-)
-def test_what_the_profiler_adds_between_ctas_is_taken_off(
-    character: Character, launch: tuple[int, int, int], profiled_us: float, added_us: float, tolerance_us: float
-) -> None:
-    num_ctas, threads, registers = launch
-    footprint = Footprint(num_ctas=num_ctas, threads_per_cta=threads, registers_per_thread=registers)
-    found_us = without_turnovers(profiled_us, character, footprint, "NVIDIA H200")
-    assert profiled_us - found_us == pytest.approx(added_us, abs=tolerance_us)
-    for other in ("NVIDIA A100-SXM4-80GB", "AMD Instinct MI300X", "some GPU", None):
-        assert without_turnovers(profiled_us, character, footprint, other) == profiled_us, "measured on an H200 only"
-
-
-def test_a_kernel_of_nothing_but_turnovers_keeps_half_of_its_time() -> None:
-    footprint = Footprint(num_ctas=1 << 18, threads_per_cta=1024, registers_per_thread=16)
-    assert without_turnovers(335.0, "row_wise", footprint, "NVIDIA H200") > 335 / 2
-    assert without_turnovers(0.0, "row_wise", footprint, "NVIDIA H200") == 0

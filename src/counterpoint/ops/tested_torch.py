@@ -10,6 +10,7 @@ USE_TESTED_TORCH = f"Use torch {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]
 LOGGER = logging.getLogger("counterpoint")
 
 
+@cache
 def is_newer() -> bool:
     """Return whether torch is newer than the versions tested."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) > NEWEST

@@ -12,7 +12,7 @@ from math import ceil, prod
 from msgspec.structs import replace
 
 from counterpoint.errors import shown
-from counterpoint.machine import machine_for_device
+from counterpoint.machine import Gpu, machine_for_device
 from counterpoint.occupancy import residency
 from counterpoint.step import Character, Collective, Copy, Dependency, Footprint, Kernel, Operation, UnevenParts
 from counterpoint.traces.activity import ActivityTrace, GpuOperation, LaunchArguments, listed_numbers, ranks_of_group
@@ -62,6 +62,7 @@ class BuiltOperations(Value, frozen=True, kw_only=True):
 def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: list[Timing]) -> BuiltOperations:
     """Return the step's operations, in the order of `indices`; `timings` are in the same order."""
     groups = name_groups(traced.arguments.process_group for traced in trace.operations if traced.arguments.collective_name)
+    gpu = gpu_with_turnovers(trace.device_name) if trace.is_by_torch else None
     streams_with_counter: set[int] = set()
     built: list[Operation] = []
     for index, timing in zip(indices, timings, strict=True):
@@ -79,7 +80,7 @@ def build_operations(trace: ActivityTrace, indices: tuple[int, ...], timings: li
         is_work_sharing = rule.is_work_sharing and traced.stream in streams_with_counter
         if is_work_sharing:
             streams_with_counter.discard(traced.stream)
-        built.append(_kernel(trace, traced, rule, timing, is_work_sharing))
+        built.append(_kernel(trace, traced, rule, timing, is_work_sharing=is_work_sharing, gpu=gpu))
     return BuiltOperations(operations=tuple(built), notes=notes_on_collectives(trace, indices))
 
 
@@ -122,17 +123,24 @@ def _operand(trace: ActivityTrace, traced: GpuOperation) -> str:
     return "" if traced.operator is None else trace.operators[traced.operator].dtype
 
 
-def without_turnovers(profiled_us: float, character: Character, footprint: Footprint, device_name: str | None) -> float:
+def gpu_with_turnovers(device_name: str | None) -> Gpu | None:
+    """Return the GPU of this name if torch's profiler is known to make its kernels longer."""
+    machine = machine_for_device(device_name or "")
+    if machine is None or not machine.gpu.compute_capability.startswith(TURNOVER_CAPABILITY):
+        return None
+    return machine.gpu
+
+
+def without_turnovers(profiled_us: float, character: Character, footprint: Footprint, gpu: Gpu | None) -> float:
     """Return how long a kernel takes without the profiler, in microseconds; the profiled time where that is unknown.
 
-    A kernel takes longer by what the profiler adds until an SM has its next CTA, for each wave but the first. Kernels that
-    the memory limits do not; a trace does not tell which elementwise kernels these are, and most are.
+    `gpu`: as `gpu_with_turnovers` gives it. A kernel takes longer by what the profiler adds until an SM has its next CTA,
+    for each wave but the first. Kernels that the memory limits do not; a trace does not tell which elementwise kernels these
+    are, and most are.
     """
-    machine = machine_for_device(device_name or "")
-    is_known = machine is not None and machine.gpu.compute_capability.startswith(TURNOVER_CAPABILITY)
-    if machine is None or not is_known or character in OFTEN_LIMITED_BY_MEMORY:
+    if gpu is None or character in OFTEN_LIMITED_BY_MEMORY:
         return profiled_us
-    at_once = residency(machine.gpu, footprint).ctas_per_sm * machine.gpu.num_sms
+    at_once = residency(gpu, footprint).ctas_per_sm * gpu.num_sms
     turnovers = max(0, ceil(footprint.num_ctas / at_once) - 1) if at_once else 0
     added_us = turnovers * (TURNOVER_US + TURNOVER_US_PER_THREAD * footprint.threads_per_cta)
     if added_us < LEAST_TURNOVER * profiled_us:
@@ -140,15 +148,16 @@ def without_turnovers(profiled_us: float, character: Character, footprint: Footp
     return profiled_us - min(added_us, MOST_TURNOVER * profiled_us)
 
 
-def _kernel(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, is_work_sharing: bool) -> Kernel:
+def _kernel(
+    trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, *, is_work_sharing: bool, gpu: Gpu | None
+) -> Kernel:
     footprint = _footprint(trace, traced, rule)
-    measured_on = trace.device_name if trace.is_by_torch else None
     return Kernel(
         name=traced.name,
         stream=traced.stream,
         footprint=footprint,
         character=rule.character,
-        lone_us=without_turnovers(timing.lone_us, rule.character, footprint, measured_on),
+        lone_us=without_turnovers(timing.lone_us, rule.character, footprint, gpu),
         matmul_sizes=traced.matmul_sizes if rule.character == "matmul" else None,
         element_type=matmul_type(traced.name, _operand(trace, traced)) if rule.character == "matmul" else None,
         is_work_sharing=is_work_sharing,
