@@ -12,30 +12,17 @@ experts' results with its own scatter; one took 1.4 ms on an H200 with torch 2.1
 passes, so their norms may differ by two roundings to bf16. `--cpu` has small sizes, and shows only that the benchmark runs.
 """
 
-import json
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.on_gpus import log
 from benchmarks.torchtitan03_model import Built, Sizes, build, local
-from benchmarks.torchtitan03_steps import (
-    Blocks,
-    Job,
-    check,
-    join,
-    measure,
-    measuring_conditions,
-    parser_of,
-    store,
-    summarize,
-    synchronize,
-)
-from counterpoint import ops
+from benchmarks.torchtitan03_steps import Blocks, Job, join, measuring_conditions, parser_of, run
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.integrations import expert_parallel
+from counterpoint.integrations.overlapped import Overlapped
 
 JOB = (
     "DeepSeek-V3 of torchtitan, random words, expert parallel and FSDP2 over all ranks, spmd_backend {}, bf16 "
@@ -67,6 +54,15 @@ class ExpertsJob(Job):
                 found.append([round((each.max() / each.mean()).item(), 3) for each in (counts, of_ranks)])
         return found
 
+    def notes(self) -> dict[str, Any]:
+        return {"loads_of_experts_and_ranks": self.loads()}
+
+    def notes_at_end(self, overlapped: Overlapped) -> dict[str, Any]:
+        self.optimizer.zero_grad()
+        self.forward_backward(0)  # so that the loads are those of one batch
+        most = overlapped.most_kept_bytes
+        return {"most_kept_bytes_of_a_call": most, "loads_of_experts_and_ranks_at_end": self.loads()}
+
 
 def kind_of(name: str) -> str:
     """The kind of a parameter."""
@@ -96,26 +92,8 @@ def main() -> None:
     built = build(sizes, device, options.backend)
     job = ExpertsJob(built, sizes, device)
     words = JOB.format(options.backend, blocks.steps, blocks.warm_ups)
-    result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
-    log(json.dumps(result["conditions"]))
-    overlapped, result["check"] = check(job, expert_parallel.overlap, kind_of)
-    result["check"]["loads_of_experts_and_ranks"] = job.loads()
-    log(json.dumps(result["check"], indent=1))
-    log("agrees" if result["check"]["agrees"] else "DOES NOT AGREE within the limits")
-    store(options.output, result)
-    result["blocks"] = measure(job, overlapped, blocks, lambda ran: store(options.output, result | {"blocks": ran}))
-    job.optimizer.zero_grad()
-    job.forward_backward(0)  # so that the loads are those of one batch
-    result["summary"] = summarize(result["blocks"]) | {
-        "symmetric_bytes": sum(each.num_bytes for each in ops.pool_report()),
-        "most_kept_bytes_of_a_call": overlapped.most_kept_bytes,
-        "loads_of_experts_and_ranks_at_end": job.loads(),
-    }
-    result["overlapped"] = str(overlapped)
-    log(json.dumps(result["summary"], indent=1))
-    log(overlapped)
-    store(options.output, result)
-    synchronize(device)
+    stated = measuring_conditions(built, shapes_of(built, sizes), words, device)
+    run(job, blocks, expert_parallel.overlap, kind_of=kind_of, stated=stated, output=options.output)
 
 
 if __name__ == "__main__":

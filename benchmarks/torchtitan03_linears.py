@@ -11,25 +11,10 @@ what is compared and timed. torchtitan wraps the layers in FSDP2 of one rank for
 `--cpu` has small sizes, and shows only that the benchmark runs; torchtitan imports triton there, too.
 """
 
-import json
 import sys
-from typing import Any
 
-from benchmarks.on_gpus import log
 from benchmarks.torchtitan03_model import Built, Sizes, build_tensor_parallel
-from benchmarks.torchtitan03_steps import (
-    Blocks,
-    Job,
-    check,
-    join,
-    measure,
-    measuring_conditions,
-    parser_of,
-    store,
-    summarize,
-    synchronize,
-)
-from counterpoint import ops
+from benchmarks.torchtitan03_steps import Blocks, Job, join, measuring_conditions, parser_of, run
 from counterpoint.cuda.ranks import run_and_leave
 from counterpoint.integrations import tensor_parallel
 
@@ -76,21 +61,8 @@ def main() -> None:
     job = Job(built, sizes, device)
     how = "compiled with async tensor parallelism" if options.async_tp else "compiled" if is_compiled else "eager"
     words = JOB.format(options.backend, how, blocks.steps, blocks.warm_ups)
-    result: dict[str, Any] = {"conditions": measuring_conditions(built, shapes_of(built, sizes), words, device)}
-    log(json.dumps(result["conditions"]))
-    overlapped, result["check"] = check(job, tensor_parallel.overlap, kind_of)
-    log(json.dumps(result["check"], indent=1))
-    log("agrees" if result["check"]["agrees"] else "DOES NOT AGREE within the limits")
-    store(options.output, result)
-    result["blocks"] = measure(job, overlapped, blocks, lambda ran: store(options.output, result | {"blocks": ran}))
-    result["summary"] = summarize(result["blocks"]) | {
-        "symmetric_bytes": sum(each.num_bytes for each in ops.pool_report()),
-    }
-    result["overlapped"] = str(overlapped)
-    log(json.dumps(result["summary"], indent=1))
-    log(overlapped)
-    store(options.output, result)
-    synchronize(device)
+    stated = measuring_conditions(built, shapes_of(built, sizes), words, device)
+    run(job, blocks, tensor_parallel.overlap, kind_of=kind_of, stated=stated, output=options.output)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks import conditions, on_gpus
 from benchmarks.on_gpus import is_first, log
 from benchmarks.torchtitan03_model import BACKENDS, Built, Sizes, local
 from benchmarks.torchtitan_experts import figure
+from counterpoint import ops
 from counterpoint.integrations.overlapped import Overlapped
 
 LIMIT_S = 300  # of everything; a hang shows all stacks and ends
@@ -34,6 +35,9 @@ NORM_LIMIT = 2**-7  # of relative differences of gradients' norms: two roundings
 LOSS_LIMIT = 2**-9  # of the relative difference of the first losses: a rounding to bf16
 NUM_BATCHES = 8
 LEARNING = {"lr": 2.2e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+Overlap = Callable[[torch.nn.Module], Overlapped]
 
 
 class Blocks(NamedTuple):
@@ -97,6 +101,14 @@ class Job:
         self.optimizer.zero_grad()
         return self.mean_of_ranks(loss), found
 
+    def notes(self) -> dict[str, Any]:
+        """What else is to say of the model after a pass."""
+        return {}
+
+    def notes_at_end(self, overlapped: Overlapped) -> dict[str, Any]:
+        """What else is to say when all blocks ran."""
+        return {}
+
 
 def norms(parts: Iterable[torch.Tensor]) -> list[float]:
     """The norms of tensors of which each rank has another part."""
@@ -132,9 +144,7 @@ def compare(
     }
 
 
-def check(
-    job: Job, overlap: Callable[[torch.nn.Module], Overlapped], kind_of: Callable[[str], str]
-) -> tuple[Overlapped, dict[str, Any]]:
+def check(job: Job, overlap: Overlap, kind_of: Callable[[str], str]) -> tuple[Overlapped, dict[str, Any]]:
     """Overlap the model; say how far loss and gradients are from those before, and those before from each other."""
     bare, wanted = job.loss_and_gradients()
     again, found = job.loss_and_gradients()
@@ -243,6 +253,35 @@ def measuring_conditions(built: Built, shapes: dict[str, int], job: str, device:
         "shims": built.stand_ins,
     }
     return conditions.conditions() | own if device.type == "cpu" else on_gpus.conditions(**own)
+
+
+def run(
+    job: Job,
+    blocks: Blocks,
+    overlap: Overlap,
+    *,
+    kind_of: Callable[[str], str],
+    stated: dict[str, object],
+    output: Path | None,
+) -> None:
+    """Check the model with the overlap and run all blocks; what was found so far is stored after each. `stated` are the
+    conditions.
+    """
+    result: dict[str, Any] = {"conditions": stated}
+    log(json.dumps(stated))
+    overlapped, result["check"] = check(job, overlap, kind_of)
+    result["check"] |= job.notes()
+    log(json.dumps(result["check"], indent=1))
+    log("agrees" if result["check"]["agrees"] else "DOES NOT AGREE within the limits")
+    store(output, result)
+    result["blocks"] = measure(job, overlapped, blocks, lambda ran: store(output, result | {"blocks": ran}))
+    symmetric = {"symmetric_bytes": sum(each.num_bytes for each in ops.pool_report())}
+    result["summary"] = summarize(result["blocks"]) | symmetric | job.notes_at_end(overlapped)
+    result["overlapped"] = str(overlapped)
+    log(json.dumps(result["summary"], indent=1))
+    log(overlapped)
+    store(output, result)
+    synchronize(job.device)
 
 
 def store(output: Path | None, result: dict[str, Any]) -> None:
