@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
+from counterpoint.integrations.overlapped import Overlapped
 from counterpoint.integrations.paths import Paths
 from counterpoint.integrations.prepared_overlaps import PreparedOverlaps
 from counterpoint.schedule import ScheduleDescription
@@ -239,17 +240,27 @@ def results_of(
     *,
     run: Callable[..., Any] | None = None,
     tokens: int = 4,
+    is_plain: bool = False,
 ) -> list[torch.Tensor]:
-    """Output, and gradients of the input and of the parameters, as they are laid out on this rank."""
+    """Output, and gradients of the input and of the parameters: whole ones of DTensors, or this rank's parts with plain
+    tensors.
+    """
     mesh = mesh or whole_mesh()
     generator = torch.Generator().manual_seed(1)
     whole = torch.randn(BATCH, tokens * mesh.size(), FEATURES, generator=generator, dtype=torch.float64).to(DEVICE)
-    given = distribute_tensor(whole, mesh, placements_of(activations, 3)).requires_grad_()
+    given = distribute_tensor(whole, mesh, placements_of(activations, 3))
+    given = (given.to_local().clone() if is_plain else given).requires_grad_()
     module.zero_grad()
     output = (module if run is None else run)(given)
     output.pow(2).sum().backward()
     found = [output.detach(), given.grad, *(each.grad for each in module.parameters())]
+    if is_plain:
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
     return [each.full_tensor() for each in found if isinstance(each, DTensor)]
+
+
+def num_calls_of(overlapped: Overlapped) -> int:
+    return overlapped.num_by_copies + overlapped.num_by_library
 
 
 def forwards_of(module: nn.Module) -> list[object]:
@@ -262,37 +273,48 @@ def _held(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
     return [vars(each).get(name) for each in module.modules() for name in names]
 
 
+def overlapped_right(
+    block: Block, activations: Layout, wanted: list[torch.Tensor], num_calls: int, *, is_plain: bool = False
+) -> Overlapped:
+    """All linears of a block are taken, and results are those without us, the same bits again, and under checkpointing."""
+    results = partial(results_of, block, activations, is_plain=is_plain)
+    assert len(tensor_parallel.waiting_linears(block)) == 7
+    overlapped = tensor_parallel.overlap(block)
+    assert overlapped.taken == TAKEN, overlapped.refused
+    found = results()
+    assert_close(found, wanted, 1e-12)
+    assert num_calls_of(overlapped) == num_calls, "neighbors share a gather, or a sum"
+    assert overlapped.num_by_library == overlapped.num_in_operators
+    assert_equal(results(), found)
+    assert_close(results(run=lambda x: checkpoint(block, x, use_reentrant=False)), found, 1e-12)
+    return overlapped
+
+
+def undone_right(
+    block: Block, activations: Layout, wanted: list[torch.Tensor], num_calls: int, *, is_plain: bool = False
+) -> None:
+    """Results are to the bit those before, and the block can be overlapped again, by copies."""
+    assert_equal(results_of(block, activations, is_plain=is_plain), wanted)
+    by_copies = tensor_parallel.overlap(block, schedule=ScheduleDescription(pattern="one_peer", chunks=2))
+    assert_close(results_of(block, activations, is_plain=is_plain), wanted, 1e-12)
+    assert by_copies.num_by_copies == num_calls
+
+
 def tensor_parallel_configured() -> None:
     """Outputs and gradients are those without us, of parts of the sequence and whole; off, and after `undo`, to the bit."""
     for activations, num_calls in ((PARTS, 8), (I, 4)):
         block = block_of(activations)
         before, wanted = forwards_of(block), results_of(block, activations)
-        assert len(tensor_parallel.waiting_linears(block)) == 7
-        overlapped = tensor_parallel.overlap(block)
-        assert overlapped.taken == TAKEN, overlapped.refused
-        found = results_of(block, activations)
-        assert_close(found, wanted, 1e-12)
-        num_first = overlapped.num_by_copies + overlapped.num_by_library
-        assert num_first == num_calls, "neighbors share a gather, or a sum"
-        assert overlapped.num_by_library == overlapped.num_in_operators
-        assert_equal(results_of(block, activations), found)
-        assert_close(
-            results_of(block, activations, run=lambda x, block=block: checkpoint(block, x, use_reentrant=False)),
-            found,
-            1e-12,
-        )
+        overlapped = overlapped_right(block, activations, wanted, num_calls)
         assert not tensor_parallel.waiting_linears(block)
         refused(lambda block=block: tensor_parallel.overlap(block), "wq is already overlapped")
         overlapped.use(False)
-        num_before = overlapped.num_by_copies + overlapped.num_by_library
+        num_before = num_calls_of(overlapped)
         assert_equal(results_of(block, activations), wanted)
-        assert overlapped.num_by_copies + overlapped.num_by_library == num_before
+        assert num_calls_of(overlapped) == num_before
         overlapped.undo()
         assert forwards_of(block) == before
-        assert_equal(results_of(block, activations), wanted)
-        by_copies = tensor_parallel.overlap(block, schedule=ScheduleDescription(pattern="one_peer", chunks=2))
-        assert_close(results_of(block, activations), wanted, 1e-12)
-        assert by_copies.num_by_copies == num_calls
+        undone_right(block, activations, wanted, num_calls)
     prepared, block = PreparedOverlaps(Paths(overlaps_matmuls=True)), block_of(PARTS)
     prepared.prepare([block])
     (offer,) = prepared.offers()
@@ -318,7 +340,7 @@ def tensor_parallel_configured_with_fsdp() -> None:
             assert overlapped.taken == TAKEN
             refused(lambda block=block: tensor_parallel.overlap(block), "wq is already overlapped")
         results.append(results_of(block, PARTS, mesh["tp"]))
-    assert overlapped.num_by_copies + overlapped.num_by_library == 8
+    assert num_calls_of(overlapped) == 8
     assert_close(results[1], results[0], 1e-12)
     assert_equal(results[2], results[1])
 
@@ -333,11 +355,11 @@ def tensor_parallel_configured_compiled() -> None:
         found = results_of(block, activations)
         assert_close(found, wanted, 1e-12)
         assert_equal(results_of(block, activations), found)
-        num_calls = overlapped.num_by_copies + overlapped.num_by_library
+        num_calls = num_calls_of(overlapped)
         assert num_calls == 2 * (8 if activations == PARTS else 4)
         overlapped.use(False)
         assert_close(results_of(block, activations), wanted, 1e-12)
-        assert overlapped.num_by_copies + overlapped.num_by_library == num_calls
+        assert num_calls_of(overlapped) == num_calls
         torch._dynamo.reset()
 
 

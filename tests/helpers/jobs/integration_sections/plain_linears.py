@@ -1,21 +1,17 @@
 """`tensor_parallel.overlap` where torchtitan 0.3 gives linears plain tensors, as its backend `spmd_types` does."""
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 from counterpoint.integrations import tensor_parallel
-from counterpoint.integrations.overlapped import Overlapped
-from counterpoint.schedule import ScheduleDescription
+from integration_sections import configured_linears
 from integration_sections.comparing import DEVICE, assert_close, assert_equal, refused
 from integration_sections.configured_linears import (
     BATCH,
@@ -37,7 +33,9 @@ from integration_sections.configured_linears import (
     R,
     S,
     forwards_of,
-    placements_of,
+    num_calls_of,
+    overlapped_right,
+    undone_right,
     whole_mesh,
 )
 
@@ -50,23 +48,7 @@ def plain_block(activations: Layout, mesh: DeviceMesh | None = None) -> Block:
     return block
 
 
-def results_of(
-    module: nn.Module, activations: Layout, mesh: DeviceMesh | None = None, *, run: Callable[..., Any] | None = None
-) -> list[torch.Tensor]:
-    """This rank's parts of the output, and of the gradients of the input and of the parameters."""
-    mesh = mesh or whole_mesh()
-    generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(BATCH, 4 * mesh.size(), FEATURES, generator=generator, dtype=torch.float64).to(DEVICE)
-    given = distribute_tensor(whole, mesh, placements_of(activations, 3)).to_local().clone().requires_grad_()
-    module.zero_grad()
-    output = (module if run is None else run)(given)
-    output.pow(2).sum().backward()
-    found = [output.detach(), given.grad, *(each.grad for each in module.parameters())]
-    return [each.to_local() if isinstance(each, DTensor) else each for each in found if each is not None]
-
-
-def num_calls_of(overlapped: Overlapped) -> int:
-    return overlapped.num_by_copies + overlapped.num_by_library
+results_of = partial(configured_linears.results_of, is_plain=True)
 
 
 def tensor_parallel_plain() -> None:
@@ -74,16 +56,7 @@ def tensor_parallel_plain() -> None:
     for activations, num_calls in ((PARTS, 8), (I, 4)):
         block = plain_block(activations)
         before, wanted = forwards_of(block), results_of(block, activations)
-        assert len(tensor_parallel.waiting_linears(block)) == 7
-        overlapped = tensor_parallel.overlap(block)
-        assert overlapped.taken == TAKEN, overlapped.refused
-        found = results_of(block, activations)
-        assert_close(found, wanted, 1e-12)
-        assert num_calls_of(overlapped) == num_calls, "neighbors share a gather, or a sum"
-        assert overlapped.num_by_library == overlapped.num_in_operators
-        assert_equal(results_of(block, activations), found)
-        again = results_of(block, activations, run=lambda x, block=block: checkpoint(block, x, use_reentrant=False))
-        assert_close(again, found, 1e-12)
+        overlapped = overlapped_right(block, activations, wanted, num_calls, is_plain=True)
         with torch.no_grad():
             block(torch.zeros(BATCH, 4, FEATURES, dtype=torch.float64, device=DEVICE))
         overlapped.use(False)
@@ -96,10 +69,7 @@ def tensor_parallel_plain() -> None:
         assert sys.modules.pop("spmd_types") is checker
         overlapped.undo()
         assert forwards_of(block) == before
-        assert_equal(results_of(block, activations), wanted)
-        by_copies = tensor_parallel.overlap(block, schedule=ScheduleDescription(pattern="one_peer", chunks=2))
-        assert_close(results_of(block, activations), wanted, 1e-12)
-        assert by_copies.num_by_copies == num_calls
+        undone_right(block, activations, wanted, num_calls, is_plain=True)
 
 
 def tensor_parallel_plain_with_fsdp() -> None:
