@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from counterpoint.controls import CommunicationCtas, Priority
 from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.plan import LEAVE_IT
@@ -13,7 +14,7 @@ from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.calibration_power import fit_power
 from counterpoint.sim.step_run import Spans, StepRun
 from counterpoint.step import Collective, Footprint, Kernel, Step
-from helpers.toy_steps import H200
+from helpers.toy_steps import H200, plan_of
 
 CUBLAS = Footprint(num_ctas=132, threads_per_cta=384, registers_per_thread=168, dynamic_shared_bytes=188_604)
 LIGHT = Footprint(num_ctas=131_072, threads_per_cta=128, registers_per_thread=32)
@@ -132,6 +133,31 @@ def test_plans_that_take_turns_share_a_clock_between_those_of_each() -> None:
     own = simulator.clock_of_turns(hot, H200, [LEAVE_IT])
     assert own == pytest.approx(1 / 1.183, abs=0.01)
     assert simulator.clock_of_turns(hot, H200, [LEAVE_IT, LEAVE_IT]) == pytest.approx(own)
+
+
+def test_candidates_start_from_the_clock_of_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Collective(name="g", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=2, lone_us=1000.0)
+    beside = step(*(matmul(), gather) * 4)
+    fewer, prioritized = plan_of({7: CommunicationCtas(max_ctas=8)}), plan_of({7: Priority(priority=-5)})
+    simulated: list[float] = []
+    original = StepRun._simulated
+
+    def noted(run: StepRun, clock_share: float) -> Spans:
+        simulated.append(clock_share)
+        return original(run, clock_share)
+
+    monkeypatch.setattr(StepRun, "_simulated", noted)
+    simulator = Simulator()
+    for chosen, most in ((LEAVE_IT, 2), (LEAVE_IT, 0), (prioritized, 1), (fewer, 2)):
+        simulated.clear()
+        found = simulator.run(beside, H200, chosen)
+        assert len(simulated) <= most, chosen
+        assert simulator.run(beside, H200, chosen) == found == Simulator().run(beside, H200, chosen)
+
+
+def test_a_plan_without_an_effect_gives_the_times_of_no_plan() -> None:
+    alone = step(*[matmul()] * 4)
+    assert Simulator().run(alone, H200, plan_of({0: Priority(priority=-1)})) == Simulator().run(alone, H200, LEAVE_IT)
 
 
 def test_a_clock_is_found_with_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:

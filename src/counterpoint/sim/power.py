@@ -67,18 +67,25 @@ class PowerModel:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
         return Drawn(operation, self._figures[_figure_of(operation, is_copied=is_copied)].value * lone_us)
 
-    def allowed(self, drawn: Sequence[Drawn], time_us: Callable[[float], float], first: float = 1.0) -> float:
+    def allowed(
+        self,
+        drawn: Sequence[Drawn],
+        time_us: Callable[[float], float],
+        first: float = 1.0,
+        *,
+        is_exact: bool = False,
+    ) -> float:
         """Return the share of a burst's clock at which the mean power of operations is at the limit.
 
         `time_us` returns how long they take together at a share of the clock, `first` is where the search begins. What it
-        finds is a clock that `time_us` was called with, or one that is close to it.
+        finds is a clock that `time_us` was called with or, unless `is_exact`, one that is close to it.
         """
         found = first
         for _ in range(MOST_ROUNDS):
             before, found = found, self._nearer(drawn, time_us(found), found)
             if abs(found - before) < SAME_CLOCK:
                 return before
-            if abs(found - before) < CLOSE_CLOCK:
+            if abs(found - before) < CLOSE_CLOCK and not is_exact:
                 return found
         return found
 

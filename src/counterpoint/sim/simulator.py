@@ -13,7 +13,7 @@ from counterpoint.machine import Machine
 from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.sim.calibration import Calibration, load_calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.effects import Effect, EffectReader
+from counterpoint.sim.effects import EffectReader
 from counterpoint.sim.nodes import check_nodes
 from counterpoint.sim.step_run import StepRun, clock_share, least_busy_us
 from counterpoint.step import Collective, Step
@@ -38,6 +38,7 @@ class Simulator(AbstractExecutor):
             f"clock_share must be greater than 0; found {clock_share}. Leave it out for the clock under the power limit.",
         )
         self._calibration, self._clock_share = calibration, clock_share
+        self._as_is: StepRun | None = None  # of the latest step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'with constants of its own' if self._calibration else ''})"
@@ -60,11 +61,12 @@ class Simulator(AbstractExecutor):
                 f"'{machine.name}'."
             )
         check_nodes(step, machine)
-        calibration = self._calibration or load_calibration(machine)
-        effects = EffectReader(step, machine, plan, calibration).effects()
-        launched = StepRun(step, effects, machine, calibration)
-        spans = launched.spans(clock_share([launched]) if self._clock_share is None else self._clock_share)
-        streams = _streams(step, effects)
+        launched = self._run(step, machine, plan)
+        if self._clock_share is not None:
+            spans = launched.simulated(self._clock_share)
+        else:
+            spans = launched.spans(clock_share([launched], self._run(step, machine, LEAVE_IT)))
+        streams = _streams(launched)
         intervals = [
             Interval(
                 rank=0,
@@ -86,11 +88,8 @@ class Simulator(AbstractExecutor):
         Turns shorter than the limit's window of some tens of milliseconds share one clock. Raises as `run` does.
         """
         check_nodes(step, machine)
-        calibration = self._calibration or load_calibration(machine)
-        runs = [
-            StepRun(step, EffectReader(step, machine, plan, calibration).effects(), machine, calibration) for plan in plans
-        ]
-        return clock_share(runs)
+        runs = [self._run(step, machine, plan) for plan in plans]
+        return clock_share(runs, self._run(step, machine, LEAVE_IT))
 
     def lone_times_us(self, step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> list[float]:
         """Return each operation's time alone on `machine`, in microseconds, in the order of the step; at the simulator's own
@@ -100,9 +99,7 @@ class Simulator(AbstractExecutor):
         without the time of the sum if it reduces. Raises as `run` does.
         """
         check_nodes(step, machine)
-        calibration = self._calibration or load_calibration(machine)
-        effects = EffectReader(step, machine, plan, calibration).effects()
-        return StepRun(step, effects, machine, calibration).lone_us(self._clock_share or 1.0)
+        return self._run(step, machine, plan).lone_us(self._clock_share or 1.0)
 
     def least_busy_us(self, step: Step, machine: Machine, least_us: Sequence[float]) -> float:
         """Return the least time, in microseconds, for which the operations keep busy what they share: SMs, memory or link.
@@ -113,14 +110,27 @@ class Simulator(AbstractExecutor):
         costs = CostModel(machine, self._calibration or load_calibration(machine), self._clock_share or 1.0)
         return least_busy_us(step, costs, least_us)
 
+    def _run(self, step: Step, machine: Machine, plan: Plan) -> StepRun:
+        """Return the step under a plan; without directives, the same one as long as the step is the same."""
+        calibration = self._calibration or load_calibration(machine)
+        latest = self._as_is
+        is_same = latest is not None and (latest.step, latest.machine, latest.calibration) == (step, machine, calibration)
+        if latest is not None and is_same and not plan.directives:
+            return latest
+        found = StepRun(step, EffectReader(step, machine, plan, calibration).effects(), machine, calibration)
+        if not plan.directives:
+            self._as_is = found
+        return found
 
-def _streams(step: Step, effects: Sequence[Effect]) -> list[int]:
+
+def _streams(launched: StepRun) -> list[int]:
     """Return each operation's stream; each process group has one for its collectives that a plan moves to a separate one."""
-    first = 1 + max(operation.stream for operation in step.operations)
+    operations = launched.step.operations
+    first = 1 + max(operation.stream for operation in operations)
     own: dict[str | None, int] = {}
     return [
         own.setdefault(operation.process_group, first + len(own))
         if effect.has_own_stream and isinstance(operation, Collective)
         else operation.stream
-        for operation, effect in zip(step.operations, effects, strict=True)
+        for operation, effect in zip(operations, launched.effects, strict=True)
     ]

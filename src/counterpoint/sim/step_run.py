@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from counterpoint.machine import Machine
 from counterpoint.metrics import critical_path_us
-from counterpoint.plan import LEAVE_IT
 from counterpoint.sim.alike import alike, first_alike
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.effects import Effect, EffectReader
+from counterpoint.sim.effects import Effect
 from counterpoint.sim.engine import Engine
-from counterpoint.sim.power import Drawn, PowerModel, slowdown
+from counterpoint.sim.power import CLOSE_CLOCK, SAME_CLOCK, Drawn, PowerModel, slowdown
 from counterpoint.sim.rates import SM_EXPONENT, RateModel
 from counterpoint.sim.task_graph import TaskGraph, check_fit
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
@@ -29,9 +28,9 @@ class StepRun:
     """A step, the effect of a plan's controls on each of its operations, and a machine with its constants."""
 
     def __init__(self, step: Step, effects: Sequence[Effect], machine: Machine, calibration: Calibration) -> None:
-        self.step, self.calibration = step, calibration
-        self._effects, self.machine = effects, machine
-        self._latest: tuple[float, Spans] | None = None  # the clock and the spans of the latest simulation
+        self.step, self.effects, self.machine, self.calibration = step, effects, machine, calibration
+        self._spans: dict[float, Spans] = {}  # what was simulated, by clock
+        self._settled: tuple[float, float] | None = None
         self._alone_us: list[float] | None = None  # of each operation, at the clock of lone times
         # by operation, the first one with the same work and footprint that moves its data in the same way
         self._first = first_alike(
@@ -42,15 +41,25 @@ class StepRun:
     def _costs(self, clock_share: float = 1.0) -> CostModel:
         return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
 
-    def spans(self, clock_share: float) -> Spans:
+    def simulated(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
-        if self._latest is None or self._latest[0] != clock_share:
-            self._latest = clock_share, self._simulated(clock_share)
-        return self._latest[1]
+        if clock_share not in self._spans:
+            self._spans[clock_share] = self._simulated(clock_share)
+        return self._spans[clock_share]
+
+    def spans(self, clock_share: float) -> Spans:
+        """Return what `simulated` does, but close to the clock of the latest simulation without another one: all its times
+        change by as much as the guess at the step's time.
+        """
+        latest_share, spans = next(reversed(self._spans.items()), (0.0, []))
+        if clock_share in self._spans or abs(clock_share - latest_share) >= CLOSE_CLOCK:
+            return self.simulated(clock_share)
+        longer = self.guessed_us(clock_share) / self.guessed_us(latest_share)
+        return [(round(start * longer), round(end * longer)) for start, end in spans]
 
     def _simulated(self, clock_share: float) -> Spans:
         costs = self._costs(clock_share)
-        graph = TaskGraph(self.step, self._effects, costs, self.calibration)
+        graph = TaskGraph(self.step, self.effects, costs, self.calibration)
         is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
         rates = RateModel(self.machine.gpu, costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
         engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
@@ -78,7 +87,7 @@ class StepRun:
         return [found[first] for first in self._first]
 
     def _found_us(self, index: int, costs: CostModel) -> float:
-        operation, effect = self.step.operations[index], self._effects[index]
+        operation, effect = self.step.operations[index], self.effects[index]
         if effect.is_saved:
             return 0.0
         if isinstance(operation, Collective) and _is_copied(effect):
@@ -92,10 +101,14 @@ class StepRun:
         lone_us = self.lone_us(clock_share)
         return (sum(lone_us) + critical_path_us(self.step, lone_us)) / 2
 
-    def without_plan(self) -> "StepRun":
-        """Return the same step as it is."""
-        effects = EffectReader(self.step, self.machine, LEAVE_IT, self.calibration).effects()
-        return StepRun(self.step, effects, self.machine, self.calibration)
+    def settled(self) -> tuple[float, float]:
+        """Return the clock that the power limit allows this step by itself, and the ratio of simulated to guessed time."""
+        if self._settled is None:
+            power, drawn = PowerModel(self.machine, self.calibration), self.drawn()
+            guessed = power.allowed(drawn, self.guessed_us)
+            clock = power.allowed(drawn, lambda share: _makespan_us(self.simulated(share)), guessed, is_exact=True)
+            self._settled = clock, _makespan_us(self.simulated(clock)) / self.guessed_us(clock)
+        return self._settled
 
     def drawn(self) -> list[Drawn]:
         """Return the energy of operations, together for those of the same work; nothing if the power limit cannot act or is
@@ -105,24 +118,30 @@ class StepRun:
             return []
         power, lone_us = PowerModel(self.machine, self.calibration), self.lone_us()
         return [
-            power.drawn(self.step.operations[first], number * lone_us[first], is_copied=_is_copied(self._effects[first]))
+            power.drawn(self.step.operations[first], number * lone_us[first], is_copied=_is_copied(self.effects[first]))
             for first, number in Counter(self._first).items()
         ]
 
 
-def clock_share(runs: Sequence[StepRun]) -> float:
-    """Return the clock that the power limit allows steps that take turns, as a share of the clock of their lone times."""
+def clock_share(runs: Sequence[StepRun], as_is: StepRun) -> float:
+    """Return the clock that the power limit allows steps that take turns, as a share of the clock of their lone times.
+
+    `as_is`: the same step without a plan. The search begins where these steps would take as much longer than guessed as that
+    one does, or at its clock if that is no other, so that a plan without an effect gives the same times as no plan.
+    """
     drawn = [each for run in runs for each in run.drawn()]
     if not drawn:
         return 1.0
-    power = PowerModel(runs[0].machine, runs[0].calibration)
-    guessed = power.allowed(drawn, lambda share: sum(run.guessed_us(share) for run in runs))
+    power = PowerModel(as_is.machine, as_is.calibration)
+    settled, longer = as_is.settled()
+    guessed = power.allowed(drawn, lambda share: longer * sum(run.guessed_us(share) for run in runs), settled)
+    if abs(guessed - settled) < SAME_CLOCK:
+        guessed = settled
     found = power.allowed(drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs), guessed)
-    alone = runs[0].without_plan()
-    in_burst = power.share_in_burst(alone.lone_us()) if alone.step.is_timed_in_bursts else 1.0
+    in_burst = power.share_in_burst(as_is.lone_us()) if as_is.step.is_timed_in_bursts else 1.0
     if in_burst == 1:
         return found
-    under_load = power.allowed(alone.drawn(), lambda share: sum(alone.lone_us(share)))
+    under_load = power.allowed(as_is.drawn(), lambda share: sum(as_is.lone_us(share)))
     return min(1.0, found / (in_burst + (1 - in_burst) * under_load))
 
 
