@@ -18,7 +18,7 @@ losses of the others say nothing. Beside each run nvidia-smi reads the clock and
 samples with at least 0.8 of the most power, which are those of steps.
 
 An output file that is there already is gone on with: jobs that it holds are not run again, and it must be of the same
-options. torchtitan's sources (v0.2.2) and transformers are not part of the project: see docs/measuring.md.
+options. torchtitan's sources (v0.2.2), transformers and DeepSpeed are not part of the project: see docs/measuring.md.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from typing import Any
 from counterpoint.plan import load_plan
 
 JOB_FOLDER = Path(__file__).parent / "jobs"
-OURS = ("starved", "ddp", "fsdp2", "tp", "sequence", "unsynchronized", "changing")
+OURS = ("starved", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "tp", "sequence", "unsynchronized", "changing")
 # what `benchmarks.torchtitan_job` is asked for
 TORCHTITAN = {
     "torchtitan_tp": ("llama_tp",),

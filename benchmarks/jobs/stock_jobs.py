@@ -1,5 +1,5 @@
-"""Stock DDP, FSDP2, tensor-parallel and sequence-parallel training of a transformer, to see what `counterpoint run` does to
-them.
+"""Stock DDP, FSDP, DeepSpeed, tensor-parallel and sequence-parallel training of a transformer, to see what `counterpoint
+run` does to it.
 
     torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py ddp
     counterpoint run --tune -- torchrun --nproc-per-node 4 benchmarks/jobs/stock_jobs.py fsdp2 --steps 300
@@ -9,12 +9,14 @@ know Counterpoint. `--device cpu --width 64 --tokens 32` runs anywhere.
 
 `sequence` splits each sequence over the ranks, under DDP: all-to-alls give a rank all tokens of some heads before attention,
 and its own tokens of all heads after it, as in DeepSpeed-Ulysses. Those of q and k run beside the next projection.
+`zero1`, `zero2` and `zero3` are DeepSpeed's stages of ZeRO, and need DeepSpeed. `fsdp1` is FullyShardedDataParallel.
 """
 
 import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 LOSS_STEP = 50
+ZERO = ("zero1", "zero2", "zero3")
+ZERO_BUCKET = 50_000_000  # elements, 100 MB, as DDP's buckets here
 
 
 class Attention(nn.Module):
@@ -110,6 +114,12 @@ def parallelize(job: str, model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """As each kind of parallelism is set up in PyTorch's own tutorials."""
     if job in ("ddp", "sequence"):
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=100)
+    if job == "fsdp1":
+        from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: PLC0415
+
+        policy, device = ModuleWrapPolicy({Block}), next(model.parameters()).device
+        return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=True)
     if job == "fsdp2":
         from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
@@ -135,6 +145,39 @@ def make_optimizer(job: str, model: nn.Module, learning_rate: float = 1e-3) -> t
     return torch.optim.SGD(model.parameters(), lr=learning_rate, foreach=job != "tp")
 
 
+def with_deepspeed(job: str, model: nn.Module) -> tuple[nn.Module, Callable[[torch.Tensor], object], Callable[[], object]]:
+    """Return DeepSpeed's model, backward pass and step at a stage of ZeRO, with its defaults but for smaller buckets."""
+    import deepspeed  # noqa: PLC0415
+
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=make_optimizer(job, model),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": next(model.parameters()).dtype == torch.bfloat16},
+            "zero_optimization": {"stage": int(job[-1]), "overlap_comm": True, "reduce_bucket_size": ZERO_BUCKET},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    return engine, engine.backward, engine.step
+
+
+def set_up(
+    job: str, model: nn.Sequential, mesh: DeviceMesh
+) -> tuple[nn.Module, Callable[[torch.Tensor], object], Callable[[], object]]:
+    """Return the model that is trained, its backward pass, and what ends a step."""
+    if job in ZERO:
+        return with_deepspeed(job, model)
+    parallel = parallelize(job, model, mesh)
+    optimizer = make_optimizer(job, parallel)
+
+    def end_step() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return parallel, torch.Tensor.backward, end_step
+
+
 def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> None:
     """The line that `benchmarks.supervised_jobs` reads: the median of the second half, and its quartiles."""
     if not times_ms:
@@ -148,7 +191,7 @@ def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> 
 def main() -> None:
     """Train on one batch, and print the loss after 50 steps and the time of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=("ddp", "fsdp2", "tp", "sequence"))
+    parser.add_argument("job", choices=("ddp", "fsdp1", "fsdp2", *ZERO, "tp", "sequence"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, default=6)
@@ -167,17 +210,15 @@ def main() -> None:
     attention = SequenceAttention if options.job == "sequence" else Attention
     sizes = options.width, min(128, options.width // 4)
     blocks = nn.Sequential(*(Block(*sizes, attention) for _ in range(options.layers)))
-    model = parallelize(options.job, blocks.to(options.device, kind), mesh)
-    optimizer = make_optimizer(options.job, model)
+    model, backward, end_step = set_up(options.job, blocks.to(options.device, kind), mesh)
     torch.manual_seed(0 if options.job == "tp" else 1 + rank)  # tensor parallel ranks share their batch
     batch = torch.randn(1, options.tokens, options.width, device=options.device, dtype=kind)
     times_ms: list[float] = []
     start = time.perf_counter()
     for step in range(1, options.steps + 1):
         loss = model(batch).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        backward(loss)
+        end_step()
         if step % 10 == 0:
             shown = loss.item()
             now = time.perf_counter()

@@ -34,13 +34,14 @@ CONTROLS: dict[str, tuple[tuple[CollectiveKind | None, Control], ...]] = {
     "fsdp2": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
     "tp": ((None, RING),),
     "bare": (("all_gather", COPIES), ("all_reduce", COPIES)),
+    "parts": (("all_gather", COPIES), ("reduce_scatter", COPIES)),
     "2d": ((None, RING),),
     "experts": (("all_to_all", OverlapMatmul(schedule=IN_PIECES)),),
     "exchanged": (("all_to_all", COPIES),),
     "fsdp1": (("reduce_scatter", COPIES),),
 }
 KINDS = {  # by ranks
-    2: ("ddp", "fsdp2", "tp", "bare", "experts", "exchanged", "fsdp1"),
+    2: ("ddp", "fsdp2", "tp", "bare", "parts", "experts", "exchanged", "fsdp1"),
     4: ("ddp", "fsdp2", "tp", "2d", "experts"),
 }
 TARGETS = {
@@ -48,6 +49,7 @@ TARGETS = {
     "fsdp2": ("all-gathers", "reduce-scatters"),
     "tp": ("tensor-parallel linears",),
     "bare": ("all-gathers", "all-reduces"),
+    "parts": ("all-gathers", "reduce-scatters"),
     "2d": ("tensor-parallel linears",),
     "experts": ("routed experts",),
     "exchanged": ("all-to-alls",),

@@ -4,10 +4,10 @@
     replaced.use(False)                    # the library's again, from the next call on
     replaced.undo()
 
-The functions are replaced in `torch.distributed` and `torch.distributed.distributed_c10d`; a job that imported one by
-name before keeps the library's. Other callers of the library (DDP's reducer, functional collectives, compiled code) are
-not affected. All ranks of a group must make the same calls in the same order, as torch requires: with the same sizes and
-types, and with contiguous tensors on all ranks or on none.
+torch wraps each of these functions in one that logs exceptions. The wrapper stays and calls ours, so it does not matter
+how, or when, a job got the function: DeepSpeed and Megatron-LM keep references of their own. Other callers of the library
+(DDP's reducer, functional collectives, compiled code) are not affected. All ranks of a group must make the same calls in
+the same order, as torch requires: with the same sizes and types, and with contiguous tensors on all ranks or on none.
 
 A job's tensors are not in symmetric memory. Copy engines push parts from where they are into the peers' lanes, from
 which the peers copy or sum them. Averages, and parts gathered between hosts, are pulled from the lane. A collective runs
@@ -17,12 +17,12 @@ on its lane's stream after all work on the current stream, which waits for it un
 import functools
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from types import CellType
 from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # binds the library's functions before they are replaced
-from torch.distributed import distributed_c10d
+from torch.distributed import c10d_logger, distributed_c10d
 
 from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError
@@ -74,7 +74,7 @@ class ReplacedCollectives:
         self._least_part_bytes = least_part_bytes
         self.tallies = {kind: Tally(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS}
         self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
-        self._exchanged: list[tuple[Any, str, Any, Any]] = []  # module, name, the library's function, its replacement
+        self._exchanged: list[tuple[CellType, Any, Any]] = []  # what a wrapper calls, the library's function, and ours
         self._on: frozenset[CollectiveKind] = frozenset()
 
     @classmethod
@@ -140,7 +140,7 @@ class ReplacedCollectives:
         self._on = frozenset(kinds) if is_on else frozenset()
 
     def put_in_place(self) -> None:
-        """Replace torch's functions."""
+        """Let torch's functions call ours."""
         for name, ours in (
             ("all_gather_into_tensor", self._all_gather),
             ("all_gather_single", self._all_gather),  # torch 2.13's name
@@ -149,21 +149,18 @@ class ReplacedCollectives:
             ("all_reduce", self._all_reduce),
             ("all_to_all_single", self._all_to_all),
         ):
-            for module in (dist, distributed_c10d):
-                theirs = getattr(module, name, None)
-                if theirs is not None:
-                    replacement = _like(theirs, ours)
-                    self._exchanged.append((module, name, theirs, replacement))
-                    setattr(module, name, replacement)
+            called = _called_by_torch(getattr(distributed_c10d, name, None))
+            if called is not None:
+                theirs = called.cell_contents
+                called.cell_contents = replacement = _like(theirs, ours)
+                self._exchanged.append((called, theirs, replacement))
 
     def undo(self) -> None:
-        """Restore the library's functions, except those that other code replaced afterwards: these now pass calls
-        through.
-        """
+        """Restore the library's functions."""
         self._on = frozenset()
-        for module, name, theirs, replacement in self._exchanged:
-            if getattr(module, name) is replacement:
-                setattr(module, name, theirs)
+        for called, theirs, replacement in self._exchanged:
+            if called.cell_contents is replacement:
+                called.cell_contents = theirs
         self._exchanged.clear()
         if self in in_place():
             in_place().remove(self)
@@ -403,6 +400,18 @@ def _require_groups(groups: Collection[Group] | None) -> None:
 def in_place() -> list[ReplacedCollectives]:
     """Holds what `replace` put in place of torch's functions in this process: one at most."""
     return []
+
+
+def _called_by_torch(function: Any) -> CellType | None:
+    """Return the closure's cell from which torch's wrapper of this function takes what it calls. Wrappers of others around
+    torch's stay in place. None if other code put a function without torch's in its place.
+    """
+    while function is not None and getattr(function, "__globals__", {}).get("__name__") != c10d_logger.__name__:
+        function = getattr(function, "__wrapped__", None)
+    if function is None:
+        return None
+    called: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
+    return called
 
 
 def _like(theirs: Any, ours: Any) -> Any:

@@ -109,7 +109,9 @@ class TorchJobPaths(AbstractJobPaths):
         have integrations of their own.
         """
         known = COPIED_KINDS if refusal or self._replaced is None else self._replaced.large_kinds
-        kinds = tuple(kind for kind in known if kind not in frameworks)
+        if any(kind in REDUCING_COLLECTIVES for kind in known) and _updates_parts():
+            known = (*known, "all_gather")
+        kinds = tuple(kind for kind in COPIED_KINDS if kind in known and kind not in frameworks)
         if not kinds or not dist.is_initialized():
             return []
         return [PathOffer(integration="collectives", what="the job's own collectives", kinds=kinds, refusal=refusal)]
@@ -328,6 +330,15 @@ def _is_shared(optimizer: torch.optim.Optimizer, replicated: dict[int, int]) -> 
         _ranks_of_mesh(each.device_mesh) if isinstance(each, DTensor) else replicated.get(id(each)) for each in parameters
     )
     return dist.is_initialized() and any(number == dist.get_world_size() for number in numbers)
+
+
+def _updates_parts() -> bool:
+    """Return whether an optimizer updates tensors that are parameters of no model. If these are this rank's parts of the
+    models, as with ZeRO, the job gathers the others' after the optimizer's step, which the first step does not show.
+    """
+    of_models = {id(each) for module in _modules() for each in module.parameters(recurse=False)}
+    groups = (group["params"] for optimizer in _alive(torch.optim.Optimizer) for group in optimizer.param_groups)
+    return any(id(each) not in of_models for group in groups for each in group)
 
 
 def _of_some_ranks(modules: Sequence[nn.Module]) -> str:

@@ -4,6 +4,7 @@ It is the baseline for schedules, the heuristic's pick if cutting does not pay, 
 each other's memory. Collectives that need equal blocks get padded ones. `operators.py` lists the calls of each operator.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple, final
@@ -17,12 +18,11 @@ from counterpoint.ops.message_watchdog import MessageWatchdog
 from counterpoint.ops.transport import AbstractCompiledSchedule, Tensors, Weights
 from counterpoint.schedule.actions import Operation, split
 
-# The library's own functions, also if a job's functions were replaced. torch 2.13 renamed two, and the old names warn
-# there
-library_all_reduce = dist.all_reduce
-library_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-library_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-library_all_to_all = dist.all_to_all_single
+# The library's own functions, also if a job's functions are replaced. torch 2.13 renamed two, and the old names warn there
+library_all_reduce = inspect.unwrap(dist.all_reduce)
+library_all_gather = inspect.unwrap(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
+library_reduce_scatter = inspect.unwrap(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor))
+library_all_to_all = inspect.unwrap(dist.all_to_all_single)
 # phrases of gloo's messages when a rank is missing; "Socket closed" if it was noticed before the call
 LOST = ("timed out", "timeout", "connection", "closed by peer", "socket closed", "broken pipe")
 

@@ -2,16 +2,16 @@
 
     torchrun --nproc-per-node 2 paths.py KIND[:VARIANT]...
 
-KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare or
-exchanged (a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand` (an integration from the second step
-on, as `run` does it), `hook` (a communication hook of its own), `evaluates` (with a second model), `held` (two other
-modules hold the model), `late` (wrapped in DDP again, with a new optimizer, after some steps), `broken` (rank 1 cannot
-look for models), `killed` (after some steps), `joins` (DDP's join() around all steps), `uneven` (join() around the
-later steps, of which rank 1 has more), `hooked` (`hook`, and join() around the later steps), `rejoined` (`late`, and
-`uneven` from then on), `probed` (rank 0 alone trains another model between two steps), `features` (on what all ranks
-compute then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each step, rank 1 for
-more steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without an
-optimizer; it marks its steps), `replaces` (calls `collectives.replace()` before it makes its model), `replaces_later`
+KIND is ddp, fsdp1, fsdp2, tp, 2d (tensor parallel within FSDP2), experts (on other ranks, within FSDP2), bare, parts (each
+rank updates a part of the parameters) or exchanged (a DDP model that calls all-to-alls itself). VARIANT is nothing, `hand`
+(an integration from the second step on, as `run` does it), `hook` (a communication hook of its own), `evaluates` (with a
+second model), `held` (two other modules hold the model), `late` (wrapped in DDP again, with a new optimizer, after some
+steps), `broken` (rank 1 cannot look for models), `killed` (after some steps), `joins` (DDP's join() around all steps),
+`uneven` (join() around the later steps, of which rank 1 has more), `hooked` (`hook`, and join() around the later steps),
+`rejoined` (`late`, and `uneven` from then on), `probed` (rank 0 alone trains another model between two steps), `features`
+(on what all ranks compute then), `alone` (under DDP of this rank), `adapted` (each rank trains another model before each
+step, rank 1 for more steps), `halves` (each half of the ranks trains a model, the second for more steps), `marked` (without
+an optimizer; it marks its steps), `replaces` (calls `collectives.replace()` before it makes its model), `replaces_later`
 (after it made its optimizer) or `penalized` (gradients are differentiated again).
 A line has the sums of the ranks' parameters, exactly, and the names in a checkpoint.
 """
@@ -42,8 +42,14 @@ NUM_STEPS, KILLED_AFTER, WRAPPED_AFTER = 8, 5, 3  # counts are kept after steps 
 PROBED_AFTER, NUM_PROBE_STEPS = 3, 30  # the guard of a plan switches paths after 10 steps
 WIDTHS, TOKENS = {2: 448, 4: 640}, 8  # a rank's part of a block is just above the 4 MiB that copies take
 # collectives that a job of that kind calls itself; FSDP1 gathers lists of tensors on CPUs
-OWN_KINDS = {"bare": ("all_gather", "all_reduce"), "exchanged": ("all_to_all",), "fsdp1": ("reduce_scatter",)}
+OWN_KINDS = {
+    "bare": ("all_gather", "all_reduce"),
+    "parts": ("all_gather", "reduce_scatter"),
+    "exchanged": ("all_to_all",),
+    "fsdp1": ("reduce_scatter",),
+}
 PART = 1 << 20  # elements: 4 MiB from each rank, which copies take
+GATHER, SCATTER = dist.all_gather_into_tensor, dist.reduce_scatter_tensor  # DeepSpeed keeps such references
 
 
 class Row(nn.Module):
@@ -61,6 +67,24 @@ class Row(nn.Module):
         gathered = torch.empty_like(gradient)
         dist.all_gather_into_tensor(gathered, gradient[:PART].contiguous())
         gradient += gathered / 8
+
+
+class Parts(Row):
+    """Parameters of which each rank updates a part and gathers the others', as ZeRO does."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self.part = self.weight.detach()[PART * dist.get_rank() :][:PART].clone()
+
+    def learn(self, batch: torch.Tensor) -> None:
+        (self.weight * batch).square().mean().backward()
+        assert self.weight.grad is not None
+        self.part.grad = torch.empty_like(self.part)
+        SCATTER(self.part.grad, self.weight.grad)
+        self.weight.grad = None
+
+    def gather(self) -> None:
+        GATHER(self.weight.data, self.part)
 
 
 class Exchanging(nn.Module):
@@ -98,6 +122,8 @@ def model_of(kind: str, num_ranks: int, *, is_sharded: bool = True) -> nn.Module
     torch.manual_seed(0)
     if kind == "bare":
         return Row(num_ranks)
+    if kind == "parts":
+        return Parts(num_ranks)
     if kind == "exchanged":
         return DistributedDataParallel(Exchanging(num_ranks))
     if kind == "experts":
@@ -143,11 +169,19 @@ def train_probe(variant: str, model: nn.Module, batch: torch.Tensor, num_steps: 
             optimizer.step()
 
 
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(model, Parts):
+        return torch.optim.SGD([model.part], 0.1)
+    return stock_jobs.make_optimizer("tp" if kind in ("2d", "experts") else kind, model, 0.1)
+
+
 def end_step(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Step; without an optimizer, do what one does and mark the step."""
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if isinstance(model, Parts):
+            model.gather()
         return
     import counterpoint  # noqa: PLC0415  other jobs do not know it
 
@@ -174,7 +208,7 @@ def train(kind: str, variant: str) -> None:
     torch.manual_seed({"tp": 0, "2d": 1 + rank // 2}.get(kind, 1 + rank))
     batch = (
         torch.full((num_ranks * PART,), 1.0 + rank)
-        if kind in ("bare", "exchanged")
+        if kind in ("bare", "parts", "exchanged")
         else torch.randn(1, TOKENS, WIDTHS[num_ranks])
     )
     batch = spread_experts.tokens_of_rank() if kind == "experts" else batch
@@ -182,8 +216,7 @@ def train(kind: str, variant: str) -> None:
         model.register_comm_hook(None, allreduce_hook)
     second = DistributedDataParallel(nn.Linear(8, 8)) if variant == "evaluates" else None
     holders = [nn.ModuleList([model]) for _ in range(2)] if variant == "held" else []
-    kind_of_optimizer = "tp" if kind in ("2d", "experts") else kind
-    optimizer: Any = None if variant == "marked" else stock_jobs.make_optimizer(kind_of_optimizer, model, 0.1)
+    optimizer: Any = None if variant == "marked" else optimizer_of(kind, model)
     in_use = by_hand("bare", None) if variant == "replaces_later" else in_use
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")

@@ -1,6 +1,9 @@
 """Collectives that a job calls itself, by copies in place of the library's: results, handles, and what is left alone."""
 
+import functools
 from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -269,6 +272,37 @@ def bare_collectives_leave_ddp_alone() -> None:
     assert replaced.num_by_copies == 0
     assert averages.num_by_library == 1
     replaced.undo()
+
+
+def bare_collectives_by_other_references() -> None:
+    """References from before, wrappers around torch's functions and wrappers put on later all come to the replacement."""
+    kept, patched = dist.all_reduce, distributed_c10d.all_to_all_single
+    calls = []
+
+    @functools.wraps(patched)
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        return patched(*arguments, **named)
+
+    distributed_c10d.all_to_all_single = counting
+    replaced = collectives.replace(least_part_bytes=0)
+    summed = torch.ones(1000, device=DEVICE)
+    kept(summed)
+    assert torch.equal(summed, torch.full_like(summed, dist.get_world_size()))
+    given = torch.ones(1024 * dist.get_world_size(), device=DEVICE)
+    for function in (counting, dist.all_to_all_single):
+        function(torch.empty_like(given), given)
+    assert (replaced.num_by_copies, calls) == (3, [1])
+    assert kept is dist.all_reduce
+    replaced.undo()
+    kept(summed)
+    distributed_c10d.all_to_all_single = patched
+    with patch.object(distributed_c10d, "all_reduce", lambda _: None):  # nothing of torch's in it
+        replaced = collectives.replace(least_part_bytes=0)
+        distributed_c10d.all_reduce(summed)
+        kept(summed)
+        assert replaced.num_by_copies == 0
+        replaced.undo()
 
 
 def bare_collectives_compiled() -> None:
