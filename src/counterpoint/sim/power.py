@@ -28,8 +28,9 @@ from counterpoint.sim.tiles import tile_of
 from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
 SAME_CLOCK = 0.002  # a smaller difference has no measurable effect
-CLOSE_CLOCK = 0.006  # after a smaller change, the next one is smaller than `SAME_CLOCK`: each is at most a third as large
+CLOSE_CLOCK = 0.006  # so close to a simulated clock, all times change by one factor
 MOST_ROUNDS = 4  # where a race turns between two clocks, none is found
+LAST_ROUNDS = 3  # each changes the clock by at most a third of what the one before did
 # Reads from L2 limit the matmul of a smaller tile than 128x128: by the reuse of its elements, or, where the tile is not
 # known, by the registers that its results take.
 LARGE_TILE_REUSE = 128
@@ -77,16 +78,18 @@ class PowerModel:
     ) -> float:
         """Return the share of a burst's clock at which the mean power of operations is at the limit.
 
-        `time_us` returns how long they take together at a share of the clock, `first` is where the search begins. What it
-        finds is a clock that `time_us` was called with or, unless `is_exact`, one that is close to it.
+        `time_us` returns how long they take together at a share of the clock, `first` is where the search begins. The last
+        rounds ask for times close to one that was asked for before. `is_exact`: return a clock that was asked for instead.
         """
         found = first
         for _ in range(MOST_ROUNDS):
             before, found = found, self._nearer(drawn, time_us(found), found)
-            if abs(found - before) < SAME_CLOCK:
+            if is_exact and abs(found - before) < SAME_CLOCK:
                 return before
-            if abs(found - before) < CLOSE_CLOCK and not is_exact:
-                return found
+            if not is_exact and abs(found - before) < CLOSE_CLOCK:
+                for _ in range(LAST_ROUNDS):
+                    found = self._nearer(drawn, time_us(found), found)
+                break
         return found
 
     def _nearer(self, drawn: Sequence[Drawn], makespan_us: float, clock_share: float) -> float:
