@@ -19,6 +19,7 @@ GROUPS = {
         "bare_collectives_left_to_the_library",
         "bare_collectives_leave_ddp_alone",
         "bare_collectives_by_other_references",
+        "bare_collectives_coalesced",
         "bare_collectives_compiled",
         "bare_collectives_without_memory",
     ),

@@ -4,10 +4,12 @@
     replaced.use(False)                    # the library's again, from the next call on
     replaced.undo()
 
-torch wraps each of these functions in one that logs exceptions. The wrapper stays and calls ours, so it does not matter
-how, or when, a job got the function: DeepSpeed and Megatron-LM keep references of their own. Other callers of the library
-(DDP's reducer, functional collectives, compiled code) are not affected. All ranks of a group must make the same calls in
-the same order, as torch requires: with the same sizes and types, and with contiguous tensors on all ranks or on none.
+All references to torch's functions lead to the replacement (`torch_functions.py`). Other callers of the library (DDP's
+reducer, functional collectives, compiled code) are not affected. All ranks of a group must make the same calls in the same
+order, as torch requires: with the same sizes and types, and with contiguous tensors on all ranks or on none.
+
+Where a job coalesces collectives, as Megatron-LM does with its buckets, copies do the large ones when the block ends, and
+the library's manager does the others.
 
 A job's tensors are not in symmetric memory. Copy engines push parts from where they are into the peers' lanes, from
 which the peers copy or sum them. Averages, and parts gathered between hosts, are pulled from the lane. A collective runs
@@ -15,14 +17,13 @@ on its lane's stream after all work on the current stream, which waits for it un
 """
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
-from types import CellType
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import c10d_logger, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from counterpoint.controls import LEAST_PART_BYTES
 from counterpoint.errors import IntegrationError
@@ -44,6 +45,7 @@ from counterpoint.integrations.lane_collectives import (
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
 from counterpoint.integrations.paths import COPIED_KINDS, WORDS
 from counterpoint.integrations.piecewise import Piece, PiecewiseCopies
+from counterpoint.integrations.torch_functions import TorchFunctions
 from counterpoint.ops.collectives import (
     library_all_gather,
     library_all_reduce,
@@ -56,6 +58,14 @@ from counterpoint.value import require
 
 Group: TypeAlias = dist.ProcessGroup
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+class Issued(NamedTuple):
+    """A collective that copies do; the handle is None if it is not asynchronous."""
+
+    handle: Any
+
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -74,8 +84,9 @@ class ReplacedCollectives:
         self._least_part_bytes = least_part_bytes
         self.tallies = {kind: Tally(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS}
         self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
-        self._exchanged: list[tuple[CellType, Any, Any]] = []  # what a wrapper calls, the library's function, and ours
+        self._functions = TorchFunctions()
         self._on: frozenset[CollectiveKind] = frozenset()
+        self._blocks: list[Any] = []  # groups whose collectives are being coalesced
 
     @classmethod
     def in_job(cls) -> "ReplacedCollectives":
@@ -133,7 +144,7 @@ class ReplacedCollectives:
             f"kinds takes a list of kinds, each one of {', '.join(COPIED_KINDS)}; found {kinds!r}. Pass such a list.",
         )
         require(
-            bool(self._exchanged),
+            bool(self._functions),
             IntegrationError,
             "undo() has restored the library's functions. Call collectives.replace() again, on every rank.",
         )
@@ -149,35 +160,33 @@ class ReplacedCollectives:
             ("all_reduce", self._all_reduce),
             ("all_to_all_single", self._all_to_all),
         ):
-            called = _called_by_torch(getattr(distributed_c10d, name, None))
-            if called is not None:
-                theirs = called.cell_contents
-                called.cell_contents = replacement = _like(theirs, ours)
-                self._exchanged.append((called, theirs, replacement))
+            self._functions.replace(name, ours)
+        self._functions.replace_coalescing(self._coalesce)
 
     def undo(self) -> None:
         """Restore the library's functions."""
         self._on = frozenset()
-        for called, theirs, replacement in self._exchanged:
-            if called.cell_contents is replacement:
-                called.cell_contents = theirs
-        self._exchanged.clear()
+        self._functions.restore()
         if self in in_place():
             in_place().remove(self)
 
     def _all_gather(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None = None, async_op: bool = False
     ) -> Any:
+        issued = self._gather_by_copies(output_tensor, input_tensor, group, async_op)
+        return issued.handle if issued else library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    def _gather_by_copies(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group | None, async_op: bool
+    ) -> Issued | None:
         copies = self._copies_for("all_gather", group, (output_tensor, input_tensor), lambda: input_tensor.nbytes)
         if copies is None or output_tensor.numel() != input_tensor.numel() * copies.num_ranks:
-            return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return None
         given = input_tensor.view(-1)
         outputs = output_tensor.view(copies.num_ranks, -1)
         parts = self._parts(given, given.numel(), copies.num_ranks)
         pieces: list[Piece] = [functools.partial(all_gather, outputs=outputs[:, part], given=given[part]) for part in parts]
-        if not copies.have_memory(parts[0].stop * given.itemsize, len(pieces)):
-            return library_all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        return copies.issue(pieces, (output_tensor, input_tensor), async_op=async_op)
+        return self._issued(copies, pieces, parts[0].stop * given.itemsize, (output_tensor, input_tensor), async_op)
 
     def _reduce_scatter(
         self,
@@ -187,30 +196,36 @@ class ReplacedCollectives:
         group: Group | None = None,
         async_op: bool = False,
     ) -> Any:
+        issued = self._scatter_by_copies(output, input, op, group, async_op)
+        return issued.handle if issued else library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+
+    def _scatter_by_copies(
+        self, output: torch.Tensor, input: torch.Tensor, op: Any, group: Group | None, async_op: bool
+    ) -> Issued | None:
         copies = self._copies_for("reduce_scatter", group, (output, input), lambda: output.nbytes, op)
         if copies is None or input.numel() != output.numel() * copies.num_ranks:
-            return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
+            return None
         flat, blocks = output.view(-1), input.view(copies.num_ranks, -1)
         divisor = copies.num_ranks if op == AVG else 1
         parts = self._parts(flat, flat.numel(), copies.num_ranks)
         pieces: list[Piece] = [
             functools.partial(reduce_scatter, output=flat[part], blocks=blocks[:, part], divisor=divisor) for part in parts
         ]
-        if not copies.have_memory(parts[0].stop * flat.itemsize, len(pieces)):
-            return library_reduce_scatter(output, input, op=op, group=group, async_op=async_op)
-        return copies.issue(pieces, (output, input), async_op=async_op)
+        return self._issued(copies, pieces, parts[0].stop * flat.itemsize, (output, input), async_op)
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any = SUM, group: Group | None = None, async_op: bool = False) -> Any:
+        issued = self._reduce_by_copies(tensor, op, group, async_op)
+        return issued.handle if issued else library_all_reduce(tensor, op=op, group=group, async_op=async_op)
+
+    def _reduce_by_copies(self, tensor: torch.Tensor, op: Any, group: Group | None, async_op: bool) -> Issued | None:
         copies = self._copies_for("all_reduce", group, (tensor,), lambda: -(-tensor.nbytes // _size_of(group)), op)
         if copies is None:
-            return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
+            return None
         length = self._part_elements(tensor, -(-tensor.numel() // copies.num_ranks), copies.num_ranks)
         flat = tensor.view(-1)
         parts = (flat,) if length * copies.num_ranks >= len(flat) else flat.split(length * copies.num_ranks)
         pieces: list[Piece] = [functools.partial(all_reduce, bucket=part, wire=AsIs(is_mean=op == AVG)) for part in parts]
-        if not copies.have_memory(length * tensor.itemsize, len(pieces)):
-            return library_all_reduce(tensor, op=op, group=group, async_op=async_op)
-        return copies.issue(pieces, (tensor,), async_op=async_op)
+        return self._issued(copies, pieces, length * tensor.itemsize, (tensor,), async_op)
 
     def _all_to_all(  # noqa: PLR0917  as torch has them
         self,
@@ -236,9 +251,63 @@ class ReplacedCollectives:
         pieces: list[Piece] = [
             functools.partial(all_to_all, outputs=outputs[:, part], given=blocks[:, part]) for part in parts
         ]
-        if not copies.have_memory(parts[0].stop * input.itemsize, len(pieces)):
-            return library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
-        return copies.issue(pieces, (output, input), async_op=async_op)
+        issued = self._issued(copies, pieces, parts[0].stop * input.itemsize, (output, input), async_op)
+        return issued.handle if issued else library_all_to_all(output, input, *sizes, group=group, async_op=async_op)
+
+    def _coalesce(
+        self,
+        theirs: Callable[..., Iterator[Any]],
+        group: Group | None = None,
+        device: torch.device | None = None,
+        async_ops: bool = False,
+    ) -> Iterator[Any]:
+        """Do as torch's manager of coalesced collectives, but let copies do the large ones when the block ends."""
+        coalesced, found = theirs(group, device, async_ops), dist.group.WORLD if group is None else group
+        manager = next(coalesced)
+        if device is not None:  # calls go to the library within the block
+            yield manager
+        else:
+            self._blocks.append(found)
+            try:
+                yield manager
+            finally:
+                self._blocks.remove(found)
+            for issued in self._taken_from_block(found):
+                if async_ops:
+                    manager.append(issued.handle)
+                else:
+                    issued.handle.wait()
+        next(coalesced, None)
+
+    def _taken_from_block(self, group: Any) -> Iterator[Issued]:
+        """Issue those of a block's collectives that go by copies, and leave the others to the library's manager."""
+        waiting = distributed_c10d._world.pg_coalesce_state
+        calls, left = waiting.pop(group, []), []
+        for call in calls:
+            if call.op.__name__ == "all_reduce":
+                issued = self._reduce_by_copies(call.tensor, call.redop, group, True)
+            elif call.op.__name__.startswith("all_gather"):
+                issued = self._gather_by_copies(call.dst_tensor, call.tensor, group, True)
+            else:
+                issued = self._scatter_by_copies(call.dst_tensor, call.tensor, call.redop, group, True)
+            if issued is None:
+                left.append(call)
+            else:
+                yield issued
+        waiting[group] = left
+
+    def _issued(
+        self,
+        copies: PiecewiseCopies,
+        pieces: Sequence[Piece],
+        part_bytes: int,
+        tensors: tuple[torch.Tensor, ...],
+        async_op: bool,
+    ) -> Issued | None:
+        """Issue a collective; None if there is no memory for it on some rank."""
+        if not copies.have_memory(part_bytes, len(pieces)):
+            return None
+        return Issued(copies.issue(pieces, tensors, async_op=async_op))
 
     def _copies_for(
         self,
@@ -255,6 +324,8 @@ class ReplacedCollectives:
         `obstacle_of_kind` returns why the library does a call of this kind, or nothing; it is asked last.
         """
         found = dist.group.WORLD if group is None else group
+        if found in self._blocks:
+            return None  # decided when the block ends
         tally = self.tallies[kind]
         obstacle = self._obstacle(found, tensors, op) or obstacle_of_kind()
         part_bytes = 0 if obstacle else bytes_of_part()
@@ -286,7 +357,7 @@ class ReplacedCollectives:
             return "its group has no other rank"
         if self._groups is not None and all(group is not each for each in self._groups):
             return "its group is none of those given to replace()"
-        if distributed_c10d._world.pg_coalesce_state:
+        if group in distributed_c10d._world.pg_coalesce_state:
             return "it is coalesced with other collectives"
         if not all(map(_is_plain, tensors)):
             return "its tensors are not plain and contiguous"
@@ -400,30 +471,6 @@ def _require_groups(groups: Collection[Group] | None) -> None:
 def in_place() -> list[ReplacedCollectives]:
     """Holds what `replace` put in place of torch's functions in this process: one at most."""
     return []
-
-
-def _called_by_torch(function: Any) -> CellType | None:
-    """Return the closure's cell from which torch's wrapper of this function takes what it calls. Wrappers of others around
-    torch's stay in place. None if other code put a function without torch's in its place.
-    """
-    while function is not None and getattr(function, "__globals__", {}).get("__name__") != c10d_logger.__name__:
-        function = getattr(function, "__wrapped__", None)
-    if function is None:
-        return None
-    called: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
-    return called
-
-
-def _like(theirs: Any, ours: Any) -> Any:
-    """Return the replacement with the name, docstring and signature of the library's function."""
-
-    @functools.wraps(theirs)
-    def collective(*arguments: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():  # dynamo knows the library's functions and turns them into functional ones
-            return theirs(*arguments, **named)
-        return ours(*arguments, **named)
-
-    return collective
 
 
 def _size_of(group: Group | None) -> int:

@@ -305,6 +305,53 @@ def bare_collectives_by_other_references() -> None:
         replaced.undo()
 
 
+def bare_collectives_coalesced() -> None:
+    """Of coalesced collectives, copies do the large ones when the block ends, and the library the others."""
+    coalescing, rank, num_ranks = distributed_c10d._coalescing_manager, dist.get_rank(), dist.get_world_size()
+    replaced = collectives.replace(least_part_bytes=1024)
+    lengths = (4096, 8, 1024)  # two are large
+    cases = [everyones(length * num_ranks, torch.float32, seed) for seed, length in enumerate(lengths)]
+    for is_async in (False, True):
+        before = replaced.num_by_copies, replaced.num_by_library
+        summed = [case[rank].clone() for case in cases]
+        with coalescing(async_ops=is_async) as manager:
+            for each in summed:
+                dist.all_reduce(each)
+        scattered = [case[rank].clone() for case in cases]
+        with coalescing(dist.group.WORLD, async_ops=is_async) as second:
+            for each, length in zip(
+                scattered, lengths, strict=True
+            ):  # in place, as Megatron-LM's distributed optimizer does
+                getattr(dist, REDUCE)(
+                    each[rank * length :][:length], each, op=dist.ReduceOp.AVG if is_async else dist.ReduceOp.SUM
+                )
+        if is_async:
+            manager.wait()
+            second.wait()
+        for case, whole, part, length in zip(cases, summed, scattered, lengths, strict=True):
+            wanted = torch.stack(case).sum(0)
+            assert_close([whole], [wanted], 1e-5)
+            assert_close(
+                [part[rank * length :][:length]], [wanted[rank * length :][:length] / (num_ranks if is_async else 1)], 1e-5
+            )
+        gathered = [torch.empty_like(case[rank]) for case in cases]
+        with coalescing(async_ops=is_async) as manager:
+            for whole, part, length in zip(gathered, summed, lengths, strict=True):
+                getattr(dist, GATHER)(whole, part[rank * length :][:length])
+        manager.wait()
+        assert_equal(gathered, summed)
+        assert (replaced.num_by_copies, replaced.num_by_library) == (before[0] + 6, before[1] + 3)
+        replaced.use(True)
+    with pytest.raises(KeyError), coalescing():
+        raise KeyError  # as without us, the block's end is left out
+    distributed_c10d._world.pg_coalesce_state.clear()
+    replaced.use(False)
+    with coalescing():
+        dist.all_reduce(summed[0])
+    assert replaced.num_by_copies == 12
+    replaced.undo()
+
+
 def bare_collectives_compiled() -> None:
     """Compiled code keeps the library's functional collectives."""
     replaced = collectives.replace(least_part_bytes=0)
