@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.nn.functional import all_to_all_single as exchange
 from torch.distributed.tensor import DTensor
@@ -80,7 +81,9 @@ class Parts(Row):
         (self.weight * batch).square().mean().backward()
         assert self.weight.grad is not None
         self.part.grad = torch.empty_like(self.part)
-        SCATTER(self.part.grad, self.weight.grad)
+        with coalescing(async_ops=True) as reduced:  # as Megatron-LM does
+            SCATTER(self.part.grad, self.weight.grad)
+        reduced.wait()
         self.weight.grad = None
 
     def gather(self) -> None:
