@@ -84,6 +84,47 @@ def test_parallelism_that_options_show(command: str, expected: set[str]) -> None
     assert set(kinds(command)) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ('{"zero_optimization": {"stage": 2}}', "stage 2 in ds.json"),
+        ('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1, "overlap_comm": false}}', "stage 1 in ds.json"),
+        ('{"zero_optimization": {"stage": 2, "overlap_comm": true}}', None),
+        ('{"zero_optimization": {"stage": 2, "overlap_comm": "auto"}}', None),
+        ('{"zero_optimization": {"stage": "auto"}}', None),
+        ('{"zero_optimization": {"stage": 3}}', None),
+        ("{}", None),
+    ],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "deepspeed t.py --deepspeed --deepspeed_config {}",
+        "torchrun t.py --deepspeed={}",
+        "accelerate launch --use_deepspeed --deepspeed_config_file {} t.py",
+    ],
+)
+def test_reductions_without_overlap_in_deepspeeds_configuration(
+    config: str, where: str | None, command: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(config)
+    found = [hint.where for hint in read(command.format(path)).job.hints if hint.kind == "zero_without_overlap"]
+    assert found == ([] if where is None else [where])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "No such file"), ("{", "does not hold DeepSpeed's configuration"), ('{"zero_optimization": 2}', "`object`")],
+)
+def test_a_configuration_of_deepspeed_that_cannot_be_read_is_unknown(text: str | None, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    (unknown,) = [line for line in read(f"torchrun t.py --deepspeed {path}").unknown if "--deepspeed" in line]
+    assert reason in unknown
+
+
 def test_options_after_the_script_are_the_jobs_and_those_before_are_not() -> None:
     assert read("torchrun --nnodes 2 t.py --lr 0.1 --bf16 --seed=3").job.options == {
         "--lr": "0.1",

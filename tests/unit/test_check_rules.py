@@ -146,6 +146,7 @@ FIRES: list[tuple[Rule, JobContext, str]] = [
         on(job=megatron("a.py --tp-comm-overlap --sequence-parallel")),
         DEFEATS,
     ),
+    (frameworks.zero_without_overlap, on(job=hints("zero_without_overlap")), MAY),
 ]
 SILENT: list[tuple[Rule, JobContext]] = [
     (launches.blocking_launches, on(CUDA_LAUNCH_BLOCKING="0")),
@@ -233,6 +234,7 @@ SILENT: list[tuple[Rule, JobContext]] = [
         on(job=megatron("a.py --tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 4")),
     ),
     (frameworks.megatron_tp_overlap_without_sequence_parallel, on(job=megatron("a.py --sequence-parallel"))),
+    (frameworks.zero_without_overlap, on(job=hints("fsdp2"))),
 ]
 
 

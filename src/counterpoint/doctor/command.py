@@ -3,12 +3,14 @@ parallelism.
 
 It knows `env` and NAME=VALUE words, srun, mpirun, profilers and other wrappers, torchrun (also as `python -m
 torch.distributed.run`), accelerate and deepspeed. It also knows the options of the job by the names that Megatron-LM,
-torchtitan and accelerate use. It does not read shell scripts, configuration files, or modules that the script imports.
+torchtitan and accelerate use. Of configuration files it reads DeepSpeed's, but no shell scripts, and no modules that the
+script imports.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 
+from counterpoint.doctor.deepspeed_config import read_deepspeed
 from counterpoint.doctor.job_context import Hint, HintKind, JobCommand, whole_number
 from counterpoint.doctor.script import read_script
 from counterpoint.errors import JobContextError
@@ -36,6 +38,7 @@ MEGATRON_OPTIONS = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
 )  # fmt: skip
+DEEPSPEED_OPTIONS = ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file")  # of jobs, and of accelerate
 # an option of a job, and what its presence tells
 FLAG_SIGNS: dict[str, HintKind] = {
     "--use-torch-fsdp2": "fsdp2",
@@ -109,7 +112,7 @@ class _Reader:
             clears_environment=self._clears_environment,
             container=self._container(),
             mounts=tuple(self._mounts),
-            hints=(*_option_hints(options | self._launch_options), *(found or ())),
+            hints=(*_option_hints(options | self._launch_options), *self._deepspeed_hints(options), *(found or ())),
         )
         return ReadCommand(
             job=job,
@@ -119,6 +122,19 @@ class _Reader:
             program_path=self._program_path,
             unknown=tuple(self._unknown),
         )
+
+    def _deepspeed_hints(self, options: dict[str, str]) -> tuple[Hint, ...]:
+        """Return what DeepSpeed's configuration tells, if the command names its file."""
+        named = {
+            name: value for name, value in (self._launch_options | options).items() if name in DEEPSPEED_OPTIONS and value
+        }
+        found: list[Hint] = []
+        for option, path in named.items():
+            try:
+                found += read_deepspeed(path)
+            except JobContextError as problem:
+                self._unknown.append(f"the file of {option} was not read: {problem}")
+        return tuple(found)
 
     def read_wrappers(self) -> None:
         """Read assignments, `env` and wrappers, up to the program that starts the job."""

@@ -31,6 +31,7 @@ HintKind = Literal[
     "sm_carveout",
     "symmetric_memory",
     "zero_cta",
+    "zero_without_overlap",
 ]
 Severity = Literal["defeats overlap", "may defeat overlap", "note"]
 SEVERITIES: tuple[Severity, ...] = ("defeats overlap", "may defeat overlap", "note")

@@ -1,4 +1,4 @@
-"""Megatron-LM's options: overlap that is off by default, and a combination that it rejects."""
+"""Megatron-LM's and DeepSpeed's options: overlap that is off by default, and a combination that is rejected."""
 
 from counterpoint.doctor.job_context import SHARDED, Finding, JobContext
 
@@ -56,4 +56,20 @@ def megatron_tp_overlap_without_sequence_parallel(context: JobContext) -> Findin
         "needs tensor parallelism; otherwise it stops.",
         source="Megatron-LM, megatron/training/arguments.py, validate_args",
         remedy="Add --sequence-parallel." if is_split else "Leave it out, or set --tensor-model-parallel-size.",
+    )
+
+
+def zero_without_overlap(context: JobContext) -> Finding | None:
+    """Gradients reduced by DeepSpeed while the computation waits."""
+    hint = context.hint("zero_without_overlap")
+    if hint is None:
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting="overlap_comm",
+        found=f"not true, with ZeRO {hint.where}",
+        fact="In stages 1 and 2 DeepSpeed overlaps the reduction of gradients with the backward pass only on request. "
+        "Without it, the computation waits for each bucket.",
+        source="DeepSpeed 0.19, runtime/zero/config.py, stage_1_and_2.py",
+        remedy='Set "overlap_comm": true under "zero_optimization".',
     )
