@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,26 @@ def test_a_launcher_that_starts_ranks_elsewhere_does_not_stand_behind_run(
     with pytest.raises(LaunchFilterError, match=says) as raised:
         check_outer_launcher(command.split(), environment)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "leaves"),
+    [
+        ("--hostfile {}", "one slots=8\ntwo slots=8\n", True),
+        ("--hostfile={}", "one slots=8\ntwo slots=8\n", True),
+        ("--hostfile {} --no_ssh --node_rank 1", "one slots=8\ntwo slots=8\n", False),
+        ("--hostfile {} --num_nodes 1", "one slots=8\ntwo slots=8\n", False),
+        ("--hostfile {}", "# all of them\none slots=8\n\n", False),
+        ("--hostfile {}", None, False),
+        ("--num_gpus 8", None, False),
+    ],
+)
+def test_deepspeed_behind_run_may_not_start_ranks_on_other_hosts(
+    options: str, hosts: str | None, leaves: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "hosts"
+    if hosts is not None:
+        path.write_text(hosts)
+    command = f"deepspeed {options.format(path)} train.py --hostfile none".split()
+    with pytest.raises(LaunchFilterError, match="deepspeed --no_ssh") if leaves else nullcontext():
+        check_outer_launcher(command, {})

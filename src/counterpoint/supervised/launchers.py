@@ -11,13 +11,15 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
 
-from counterpoint.doctor.command import OTHER_HOSTS, read_command
+from counterpoint.doctor.command import OTHER_HOSTS, read_command, read_options
 from counterpoint.errors import LaunchFilterError, package_version
+from counterpoint.files import read_limited
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 from counterpoint.traces.formats import SUFFIXES
 
@@ -33,6 +35,7 @@ SLURM_TORCHRUN = (
 CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
 MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
+DEEPSPEED_HOSTS = "/job/hostfile"  # unless an option names another file
 MOUNT = "/counterpoint"  # the folder of the plan in a container
 SAVED_IN_CLAIM = "persistentVolumeClaim: {claimName: CLAIM}"
 
@@ -94,6 +97,11 @@ def check_outer_launcher(command: Sequence[str], environment: Mapping[str, str])
         where, launcher = "in a container", "kubernetes" if name == "kubectl" else "container"
     elif name in OTHER_HOSTS and not _stays_here(name, command, environment):
         where, launcher = "on other hosts", "slurm" if name == "srun" else "mpi"
+    elif name == "deepspeed" and _leaves_this_host(command):
+        raise LaunchFilterError(
+            f"'{name}' starts processes on other hosts, where the folder and the library of this run do not exist. Run "
+            "`counterpoint run ... -- deepspeed --no_ssh --node_rank N --master_addr HOST ...` on each of them."
+        )
     else:
         return
     raise LaunchFilterError(
@@ -112,6 +120,19 @@ def _stays_here(name: str, command: Sequence[str], environment: Mapping[str, str
     has_hosts = any(word.partition("=")[0] in MPI_HOSTS for word in command[1:])
     nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
     return not has_hosts and nodes == "1" and "PBS_NODEFILE" not in environment and "LSB_DJOB_HOSTFILE" not in environment
+
+
+def _leaves_this_host(command: Sequence[str]) -> bool:
+    """Return whether deepspeed starts ranks on hosts that a file names, over ssh (DeepSpeed 0.19, launcher/runner.py)."""
+    options = read_options(list(takewhile(lambda word: not word.endswith(".py"), command)))
+    if "--no-ssh" in options or options.get("--num-nodes") == "1":
+        return False
+    try:
+        text = bytes(read_limited(options.get("--hostfile", DEEPSPEED_HOSTS), LaunchFilterError, "name a file of hosts"))
+    except LaunchFilterError:
+        return False  # deepspeed then starts ranks on this host
+    hosts = [line for line in text.splitlines() if line.strip() and not line.strip().startswith(b"#")]
+    return len(hosts) > 1
 
 
 def _in_image() -> str:
