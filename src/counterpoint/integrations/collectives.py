@@ -357,7 +357,7 @@ class ReplacedCollectives:
             return "its group has no other rank"
         if self._groups is not None and all(group is not each for each in self._groups):
             return "its group is none of those given to replace()"
-        if group in distributed_c10d._world.pg_coalesce_state:
+        if distributed_c10d._world.pg_coalesce_state:
             return "it is coalesced with other collectives"
         if not all(map(_is_plain, tensors)):
             return "its tensors are not plain and contiguous"
