@@ -8,7 +8,7 @@ from counterpoint.machine import Machine, load_machine
 from counterpoint.measurement.points import Point
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner.ideal import scale_of
-from counterpoint.sim import Simulator, power
+from counterpoint.sim import Simulator, power, step_run
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.calibration_fit import Points
 from counterpoint.sim.calibration_power import fit_power
@@ -178,8 +178,9 @@ def test_a_clock_is_found_with_few_simulations(monkeypatch: pytest.MonkeyPatch) 
             assert len(simulated) <= 3
         with monkeypatch.context() as patched:
             patched.setattr(power, "SAME_CLOCK", 1e-6)
-            patched.setattr(power, "CLOSE_CLOCK", 1e-6)
-            patched.setattr(power, "MOST_ROUNDS", 30)
+            patched.setattr(power, "MOST_ROUNDS", 40)
+            patched.setattr(step_run, "CLOSE_CLOCK", 2e-5)
+            patched.setattr(step_run, "MOST_SIMULATIONS", 30)
             assert found_us == pytest.approx(end_us(beside), rel=0.002)
         assert found_us > end_us(beside, Simulator(clock_share=1.0))
 

@@ -27,10 +27,8 @@ from counterpoint.sim.matmul_rates import share_of_instructions
 from counterpoint.sim.tiles import tile_of
 from counterpoint.step import Character, Collective, Copy, Kernel, Operation
 
-SAME_CLOCK = 0.002  # a smaller difference has no measurable effect
-CLOSE_CLOCK = 0.006  # so close to a simulated clock, all times change by one factor
-MOST_ROUNDS = 4  # where a race turns between two clocks, none is found
-LAST_ROUNDS = 3  # each changes the clock by at most a third of what the one before did
+SAME_CLOCK = 2e-4  # a smaller difference has no measurable effect
+MOST_ROUNDS = 8  # each changes the clock by at most a third of what the one before did
 # Reads from L2 limit the matmul of a smaller tile than 128x128: by the reuse of its elements, or, where the tile is not
 # known, by the registers that its results take.
 LARGE_TILE_REUSE = 128
@@ -68,27 +66,15 @@ class PowerModel:
         """Return the energy of an operation that takes `lone_us` alone; `is_copied`: copy engines move it."""
         return Drawn(operation, self._figures[_figure_of(operation, is_copied=is_copied)].value * lone_us)
 
-    def allowed(
-        self,
-        drawn: Sequence[Drawn],
-        time_us: Callable[[float], float],
-        first: float = 1.0,
-        *,
-        is_exact: bool = False,
-    ) -> float:
+    def allowed(self, drawn: Sequence[Drawn], time_us: Callable[[float], float], first: float = 1.0) -> float:
         """Return the share of a burst's clock at which the mean power of operations is at the limit.
 
-        `time_us` returns how long they take together at a share of the clock, `first` is where the search begins. The last
-        rounds ask for times close to one that was asked for before. `is_exact`: return a clock that was asked for instead.
+        `time_us` returns how long they take together at a share of the clock, `first` is where the search begins.
         """
         found = first
         for _ in range(MOST_ROUNDS):
             before, found = found, self._nearer(drawn, time_us(found), found)
-            if is_exact and abs(found - before) < SAME_CLOCK:
-                return before
-            if not is_exact and abs(found - before) < CLOSE_CLOCK:
-                for _ in range(LAST_ROUNDS):
-                    found = self._nearer(drawn, time_us(found), found)
+            if abs(found - before) < SAME_CLOCK:
                 break
         return found
 

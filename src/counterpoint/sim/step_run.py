@@ -7,6 +7,7 @@ collectives, by the link's bandwidth. Kernels that state the time of their CTAs 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from counterpoint.machine import Machine
 from counterpoint.metrics import critical_path_us
@@ -15,13 +16,15 @@ from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.effects import Effect
 from counterpoint.sim.engine import Engine
-from counterpoint.sim.power import CLOSE_CLOCK, SAME_CLOCK, Drawn, PowerModel, slowdown
+from counterpoint.sim.power import Drawn, PowerModel, slowdown
 from counterpoint.sim.rates import SM_EXPONENT, RateModel
 from counterpoint.sim.task_graph import TaskGraph, check_fit
 from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
 from counterpoint.units import PS_PER_US, ps_to_us
 
 Spans = list[tuple[int, int]]
+CLOSE_CLOCK = 0.008  # as a share of a burst's clock
+MOST_SIMULATIONS = 4  # where a race turns between two clocks, none is found
 
 
 class StepRun:
@@ -48,11 +51,11 @@ class StepRun:
         return self._spans[clock_share]
 
     def spans(self, clock_share: float) -> Spans:
-        """Return what `simulated` does, but close to the clock of the latest simulation without another one: all its times
-        change by as much as the guess at the step's time.
+        """Return what `simulated` does, but close below the clock of the latest simulation without another one: all its
+        times become longer by as much as the guess at the step's time. So no operation starts too early after another one.
         """
         latest_share, spans = next(reversed(self._spans.items()), (0.0, []))
-        if clock_share in self._spans or abs(clock_share - latest_share) >= CLOSE_CLOCK:
+        if clock_share in self._spans or not is_close(latest_share, clock_share):
             return self.simulated(clock_share)
         longer = self.guessed_us(clock_share) / self.guessed_us(latest_share)
         return [(round(start * longer), round(end * longer)) for start, end in spans]
@@ -102,11 +105,12 @@ class StepRun:
         return (sum(lone_us) + critical_path_us(self.step, lone_us)) / 2
 
     def settled(self) -> tuple[float, float]:
-        """Return the clock that the power limit allows this step by itself, and the ratio of simulated to guessed time."""
+        """Return a simulated clock that is close to what the power limit allows this step by itself, and the ratio of
+        simulated to guessed time there.
+        """
         if self._settled is None:
             power, drawn = PowerModel(self.machine, self.calibration), self.drawn()
-            guessed = power.allowed(drawn, self.guessed_us)
-            clock = power.allowed(drawn, lambda share: _makespan_us(self.simulated(share)), guessed, is_exact=True)
+            clock, _ = _search(power, drawn, [self], just_above(power.allowed(drawn, self.guessed_us)))
             self._settled = clock, _makespan_us(self.simulated(clock)) / self.guessed_us(clock)
         return self._settled
 
@@ -134,15 +138,41 @@ def clock_share(runs: Sequence[StepRun], as_is: StepRun) -> float:
         return 1.0
     power = PowerModel(as_is.machine, as_is.calibration)
     settled, longer = as_is.settled()
-    guessed = power.allowed(drawn, lambda share: longer * sum(run.guessed_us(share) for run in runs), settled)
-    if abs(guessed - settled) < SAME_CLOCK:
-        guessed = settled
-    found = power.allowed(drawn, lambda share: sum(_makespan_us(run.spans(share)) for run in runs), guessed)
+    guessed = power.allowed(drawn, partial(_guessed_us, runs, longer), settled)
+    _, found = _search(power, drawn, runs, settled if is_close(settled, guessed) else just_above(guessed))
     in_burst = power.share_in_burst(as_is.lone_us()) if as_is.step.is_timed_in_bursts else 1.0
     if in_burst == 1:
         return found
     under_load = power.allowed(as_is.drawn(), lambda share: sum(as_is.lone_us(share)))
     return min(1.0, found / (in_burst + (1 - in_burst) * under_load))
+
+
+def _search(power: PowerModel, drawn: Sequence[Drawn], runs: Sequence[StepRun], first: float) -> tuple[float, float]:
+    """Return a simulated clock and the clock that the power limit allows, which is close to it unless races turn between
+    clocks. `first` is simulated first.
+    """
+    simulated = first
+    for _ in range(MOST_SIMULATIONS):
+        longer = sum(_makespan_us(run.simulated(simulated)) for run in runs) / _guessed_us(runs, 1.0, simulated)
+        found = power.allowed(drawn, partial(_guessed_us, runs, longer), simulated)
+        if is_close(simulated, found):
+            break
+        simulated = just_above(found)
+    return simulated, found
+
+
+def is_close(simulated: float, clock_share: float) -> bool:
+    """Return whether a clock is so close below a simulated one that all times change by one factor."""
+    return 0 <= simulated - clock_share < CLOSE_CLOCK
+
+
+def just_above(clock_share: float) -> float:
+    """Return a clock to simulate, so that one close to `clock_share` needs no other simulation."""
+    return min(1.0, clock_share + CLOSE_CLOCK / 2)
+
+
+def _guessed_us(runs: Sequence[StepRun], longer: float, clock_share: float) -> float:
+    return longer * sum(run.guessed_us(clock_share) for run in runs)
 
 
 def least_busy_us(step: Step, costs: CostModel, least_us: Sequence[float]) -> float:
