@@ -35,10 +35,9 @@ def main() -> None:
     is_stored = asks_to_write(__doc__)
     trace = str(ROOT / "examples" / "traces" / "ddp.rank0.json.gz")
     job = load_job(trace).to_simulate(None)
-    simulator = Simulator()
     interpreter_s = seconds(_run(sys.executable, "-c", "pass"))
     asked_and_found = {
-        "one candidate of the ddp step": (0.3, seconds(lambda: simulator.run(job.step, job.machine, LEAVE_IT))),
+        "one candidate of the ddp step": (0.3, seconds(lambda: Simulator().run(job.step, job.machine, LEAVE_IT))),
         "counterpoint tune on the ddp trace": (20.0, seconds(_run(COMMAND, "tune", trace), 3)),
         "import counterpoint (interpreter's own start subtracted)": (
             0.1,

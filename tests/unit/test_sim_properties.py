@@ -155,8 +155,10 @@ def alone(operation: Operation, machine: Machine = H200) -> tuple[float, float]:
 
 @given(steps(), st.data())
 def test_the_same_input_gives_the_same_timeline(step: Step, data: st.DataObject) -> None:
-    plan = data.draw(plans(step))
-    assert Simulator().run(step, H200, plan) == Simulator().run(step, H200, plan)
+    plan, used = data.draw(plans(step)), Simulator()
+    as_is = used.run(step, H200, LEAVE_IT)
+    assert used.run(step, H200, plan) == Simulator().run(step, H200, plan) == used.run(step, H200, plan)
+    assert used.run(step, H200, LEAVE_IT) == as_is
 
 
 @given(steps(), st.data())
