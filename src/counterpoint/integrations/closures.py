@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 from torch import nn
@@ -11,12 +11,15 @@ from torch import nn
 Hook = Callable[..., Any]
 
 
+def cells_of(hook: Hook | None) -> dict[str, CellType]:
+    """Return the cells of a function's closure variables by name; nothing for objects that are no such function."""
+    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
+    return {} if code is None or not cells else dict(zip(code.co_freevars, cells, strict=True))
+
+
 def closure_of(hook: Hook | None) -> dict[str, Any]:
     """Return a function's closure variables by name; nothing for objects that are no such function."""
-    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None)
-    return (
-        {} if code is None or not cells else dict(zip(code.co_freevars, [cell.cell_contents for cell in cells], strict=True))
-    )
+    return {name: cell.cell_contents for name, cell in cells_of(hook).items()}
 
 
 def bound_in(hook: Hook, name: str) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ class TorchJobPaths(AbstractJobPaths):
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
         self._seen.update(part for models in _parts_by_kind(modules).values() for parts in models for part in parts)
-        of_job = self._offer_collectives(FRAMEWORKS_KINDS if offers else (), refusal)
+        of_job = self._offer_collectives(FRAMEWORKS_KINDS if offers else (), refusal, modules)
         if offers and all(each.refusal for each in of_job) and self._replaced is not None:
             self._replaced.undo()
             self._replaced = None
@@ -104,12 +104,14 @@ class TorchJobPaths(AbstractJobPaths):
             return tuple(replace(offer, refusal=obstacle) for offer in offers)
         return tuple(offers)
 
-    def _offer_collectives(self, frameworks: Collection[CollectiveKind], refusal: str) -> list[PathOffer]:
+    def _offer_collectives(
+        self, frameworks: Collection[CollectiveKind], refusal: str, modules: Sequence[nn.Module]
+    ) -> list[PathOffer]:
         """Offer the collectives that the job itself calls, or refuse them. Kinds of the `frameworks` are left out: they
         have integrations of their own.
         """
         known = COPIED_KINDS if refusal or self._replaced is None else self._replaced.large_kinds
-        if any(kind in REDUCING_COLLECTIVES for kind in known) and _updates_parts():
+        if any(kind in REDUCING_COLLECTIVES for kind in known) and _updates_parts(modules):
             known = (*known, "all_gather")
         kinds = tuple(kind for kind in COPIED_KINDS if kind in known and kind not in frameworks)
         if not kinds or not dist.is_initialized():
@@ -332,11 +334,11 @@ def _is_shared(optimizer: torch.optim.Optimizer, replicated: dict[int, int]) -> 
     return dist.is_initialized() and any(number == dist.get_world_size() for number in numbers)
 
 
-def _updates_parts() -> bool:
+def _updates_parts(modules: Sequence[nn.Module]) -> bool:
     """Return whether an optimizer updates tensors that are parameters of no model. If these are this rank's parts of the
     models, as with ZeRO, the job gathers the others' after the optimizer's step, which the first step does not show.
     """
-    of_models = {id(each) for module in _modules() for each in module.parameters(recurse=False)}
+    of_models = {id(each) for module in modules for each in module.parameters(recurse=False)}
     groups = (group["params"] for optimizer in _alive(torch.optim.Optimizer) for group in optimizer.param_groups)
     return any(id(each) not in of_models for group in groups for each in group)
 

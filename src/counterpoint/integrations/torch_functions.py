@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import c10d_logger, distributed_c10d
 
+from counterpoint.integrations.closures import cells_of
+
 
 class TorchFunctions:
     """The functions that call ours, until `restore`."""
@@ -62,7 +64,4 @@ def _called_by(module: str, function: Any) -> CellType | None:
     """
     while function is not None and getattr(function, "__globals__", {}).get("__name__") != module:
         function = getattr(function, "__wrapped__", None)
-    if function is None:
-        return None
-    called: CellType = function.__closure__[function.__code__.co_freevars.index("func")]
-    return called
+    return cells_of(function).get("func")
