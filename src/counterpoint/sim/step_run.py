@@ -55,7 +55,7 @@ class StepRun:
         times become longer by as much as the guess at the step's time. So no operation starts too early after another one.
         """
         latest_share, spans = next(reversed(self._spans.items()), (0.0, []))
-        if clock_share in self._spans or not is_close(latest_share, clock_share):
+        if clock_share in self._spans or not _is_close(latest_share, clock_share):
             return self.simulated(clock_share)
         longer = self.guessed_us(clock_share) / self.guessed_us(latest_share)
         return [(round(start * longer), round(end * longer)) for start, end in spans]
@@ -110,7 +110,7 @@ class StepRun:
         """
         if self._settled is None:
             power, drawn = PowerModel(self.machine, self.calibration), self.drawn()
-            clock, _ = _search(power, drawn, [self], just_above(power.allowed(drawn, self.guessed_us)))
+            clock, _ = _search(power, drawn, [self], _just_above(power.allowed(drawn, self.guessed_us)))
             self._settled = clock, _makespan_us(self.simulated(clock)) / self.guessed_us(clock)
         return self._settled
 
@@ -139,7 +139,7 @@ def clock_share(runs: Sequence[StepRun], as_is: StepRun) -> float:
     power = PowerModel(as_is.machine, as_is.calibration)
     settled, longer = as_is.settled()
     guessed = power.allowed(drawn, partial(_guessed_us, runs, longer), settled)
-    _, found = _search(power, drawn, runs, settled if is_close(settled, guessed) else just_above(guessed))
+    _, found = _search(power, drawn, runs, settled if _is_close(settled, guessed) else _just_above(guessed))
     in_burst = power.share_in_burst(as_is.lone_us()) if as_is.step.is_timed_in_bursts else 1.0
     if in_burst == 1:
         return found
@@ -155,18 +155,18 @@ def _search(power: PowerModel, drawn: Sequence[Drawn], runs: Sequence[StepRun], 
     for _ in range(MOST_SIMULATIONS):
         longer = sum(_makespan_us(run.simulated(simulated)) for run in runs) / _guessed_us(runs, 1.0, simulated)
         found = power.allowed(drawn, partial(_guessed_us, runs, longer), simulated)
-        if is_close(simulated, found):
+        if _is_close(simulated, found):
             break
-        simulated = just_above(found)
+        simulated = _just_above(found)
     return simulated, found
 
 
-def is_close(simulated: float, clock_share: float) -> bool:
+def _is_close(simulated: float, clock_share: float) -> bool:
     """Return whether a clock is so close below a simulated one that all times change by one factor."""
     return 0 <= simulated - clock_share < CLOSE_CLOCK
 
 
-def just_above(clock_share: float) -> float:
+def _just_above(clock_share: float) -> float:
     """Return a clock to simulate, so that one close to `clock_share` needs no other simulation."""
     return min(1.0, clock_share + CLOSE_CLOCK / 2)
 

@@ -36,6 +36,8 @@ CLOSED_CONTAINERS = ("docker", "podman", "nerdctl", "enroot", "kubectl")
 MPI_HOSTS = ("-H", "--H", "-host", "--host", "-hosts", "-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f")
 MPI = ("mpirun", "mpiexec", "orterun", "prun")
 DEEPSPEED_HOSTS = "/job/hostfile"  # unless an option names another file
+INSIDE = "Put `counterpoint run` after it, before the job's own command; `counterpoint env --for {}` prints the lines."
+BY_DEEPSPEED = "Run `counterpoint run ... -- deepspeed --no_ssh --node_rank N --master_addr HOST ...` on each of them."
 MOUNT = "/counterpoint"  # the folder of the plan in a container
 SAVED_IN_CLAIM = "persistentVolumeClaim: {claimName: CLAIM}"
 
@@ -94,20 +96,15 @@ def check_outer_launcher(command: Sequence[str], environment: Mapping[str, str])
     """Raise `LaunchFilterError` if the command itself starts the ranks on other hosts or in a container."""
     name = os.path.basename(command[0]) if command else ""
     if name in CLOSED_CONTAINERS:
-        where, launcher = "in a container", "kubernetes" if name == "kubectl" else "container"
+        where, remedy = "in a container", INSIDE.format("kubernetes" if name == "kubectl" else "container")
     elif name in OTHER_HOSTS and not _stays_here(name, command, environment):
-        where, launcher = "on other hosts", "slurm" if name == "srun" else "mpi"
+        where, remedy = "on other hosts", INSIDE.format("slurm" if name == "srun" else "mpi")
     elif name == "deepspeed" and _leaves_this_host(command):
-        raise LaunchFilterError(
-            f"'{name}' starts processes on other hosts, where the folder and the library of this run do not exist. Run "
-            "`counterpoint run ... -- deepspeed --no_ssh --node_rank N --master_addr HOST ...` on each of them."
-        )
+        where, remedy = "on other hosts", BY_DEEPSPEED
     else:
         return
     raise LaunchFilterError(
-        f"'{name}' starts processes {where}, where the folder and the library of this run do not exist. Put "
-        f"`counterpoint run` after it, before the job's own command; `counterpoint env --for {launcher}` prints "
-        "the lines."
+        f"'{name}' starts processes {where}, where the folder and the library of this run do not exist. {remedy}"
     )
 
 
