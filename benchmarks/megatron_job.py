@@ -10,28 +10,18 @@ overlapped as Megatron-LM's users do. It does not know Counterpoint, and needs `
 
 import argparse
 import os
-import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.jobs.stock_jobs import LOSS_STEP, print_last_half
+from benchmarks.jobs.stock_jobs import require_steps, train
 
 WORDS, HEAD = 32_000, 128
 
 
-def main() -> None:
-    """Train on one batch, and print the loss after 50 steps and the time of a step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--bucket", type=int, default=40_000_000, help="parameters; Megatron-LM's default for 2 ranks")
-    options = parser.parse_args()
-    if options.steps < LOSS_STEP:
-        parser.error(f"--steps is {LOSS_STEP} or more, since the loss after so many is printed; found {options.steps}")
-
+def set_up(options: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    """Return what takes a step and returns its loss, as Megatron-LM's training loop does with one micro-batch."""
     from megatron.core import parallel_state, tensor_parallel  # noqa: PLC0415
     from megatron.core.distributed import (  # noqa: PLC0415
         DistributedDataParallel,
@@ -43,9 +33,6 @@ def main() -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
@@ -80,27 +67,35 @@ def main() -> None:
         [parallel],
     )
     config.grad_sync_func, config.no_sync_func = parallel.start_grad_sync, parallel.no_sync
-    torch.manual_seed(1 + rank)
+    torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(0, WORDS, (1, options.tokens + 1), device="cuda")
     places = torch.arange(options.tokens, device="cuda")[None]
-    times_ms: list[float] = []
-    start = time.perf_counter()
-    for step in range(1, options.steps + 1):
+
+    def step() -> torch.Tensor:
         parallel.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = parallel(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
+        loss: torch.Tensor = parallel(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
         loss.backward()
         finalize_model_grads([parallel])
         optimizer.step()
-        if step % 10 == 0:
-            shown = loss.item()
-            now = time.perf_counter()
-            times_ms.append((now - start) * 100)
-            start = now
-            if rank == 0 and step == LOSS_STEP:
-                print(f"loss after {LOSS_STEP} steps {shown!r}", flush=True)
-    if rank == 0:
-        print_last_half(times_ms)
+        return loss
+
+    return step
+
+
+def main() -> None:
+    """Train on one batch, and print the loss after 50 steps and the time of a step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--bucket", type=int, default=40_000_000, help="parameters; Megatron-LM's default for 2 ranks")
+    options = parser.parse_args()
+    require_steps(parser, options.steps)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    train(set_up(options), options.steps)
     dist.barrier()
     dist.destroy_process_group()
 

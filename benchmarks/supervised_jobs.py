@@ -39,7 +39,8 @@ from typing import Any
 from counterpoint.plan import load_plan
 
 JOB_FOLDER = Path(__file__).parent / "jobs"
-OURS = ("starved", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "tp", "sequence", "unsynchronized", "changing")
+OURS = ("starved", "ddp", "fsdp1", "fsdp2", "tp", "sequence", "unsynchronized", "changing")
+ZERO = ("zero1", "zero2", "zero3")  # of stock_jobs.py; they need DeepSpeed
 # what `benchmarks.torchtitan_job` is asked for
 TORCHTITAN = {
     "torchtitan_tp": ("llama_tp",),
@@ -48,7 +49,7 @@ TORCHTITAN = {
     "torchtitan_tp_async": ("llama_tp", "--compile.enable", "--parallelism.enable_async_tensor_parallel"),
     "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
 }
-JOBS = (*OURS, "transformers_tp", "megatron", *TORCHTITAN)
+JOBS = (*OURS, *ZERO, "transformers_tp", "megatron", *TORCHTITAN)
 GRACE_S = 20
 MOST_KEPT = 20_000  # characters of what a failed run said
 SAMPLED_MS = 200

@@ -27,6 +27,7 @@ from torch.nn import functional
 LOSS_STEP = 50
 ZERO = ("zero1", "zero2", "zero3")
 ZERO_BUCKET = 50_000_000  # elements, 100 MB, as DDP's buckets here
+Trained = tuple[nn.Module, Callable[[torch.Tensor], object], Callable[[], object]]  # a model, its backward pass, its step
 
 
 class Attention(nn.Module):
@@ -145,7 +146,7 @@ def make_optimizer(job: str, model: nn.Module, learning_rate: float = 1e-3) -> t
     return torch.optim.SGD(model.parameters(), lr=learning_rate, foreach=job != "tp")
 
 
-def with_deepspeed(job: str, model: nn.Module) -> tuple[nn.Module, Callable[[torch.Tensor], object], Callable[[], object]]:
+def with_deepspeed(job: str, model: nn.Module) -> Trained:
     """Return DeepSpeed's model, backward pass and step at a stage of ZeRO, with its defaults but for smaller buckets."""
     import deepspeed  # noqa: PLC0415
 
@@ -162,9 +163,7 @@ def with_deepspeed(job: str, model: nn.Module) -> tuple[nn.Module, Callable[[tor
     return engine, engine.backward, engine.step
 
 
-def set_up(
-    job: str, model: nn.Sequential, mesh: DeviceMesh
-) -> tuple[nn.Module, Callable[[torch.Tensor], object], Callable[[], object]]:
+def set_up(job: str, model: nn.Sequential, mesh: DeviceMesh) -> Trained:
     """Return the model that is trained, its backward pass, and what ends a step."""
     if job in ZERO:
         return with_deepspeed(job, model)
@@ -188,6 +187,30 @@ def print_last_half(times_ms: list[float], of_what: str = "times ten steps") -> 
     print(f"last half: {median:.3f} ms per step, quartiles {low:.3f} to {high:.3f}, {len(half)} {of_what}", flush=True)
 
 
+def train(step: Callable[[], torch.Tensor], num_steps: int) -> None:
+    """Take steps, each of which returns its loss, and print the loss after 50 and the time of a step."""
+    is_first = dist.get_rank() == 0
+    times_ms: list[float] = []
+    start = time.perf_counter()
+    for number in range(1, num_steps + 1):
+        loss = step()
+        if number % 10 == 0:
+            shown = loss.item()
+            now = time.perf_counter()
+            times_ms.append((now - start) * 100)
+            start = now
+            if is_first and number == LOSS_STEP:
+                print(f"loss after {LOSS_STEP} steps {shown!r}", flush=True)
+    if is_first:
+        print_last_half(times_ms)
+
+
+def require_steps(parser: argparse.ArgumentParser, num_steps: int) -> None:
+    """End the program if there are too few steps for a loss."""
+    if num_steps < LOSS_STEP:
+        parser.error(f"--steps is {LOSS_STEP} or more, since the loss after so many is printed; found {num_steps}")
+
+
 def main() -> None:
     """Train on one batch, and print the loss after 50 steps and the time of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -198,8 +221,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
     options = parser.parse_args()
-    if options.steps < LOSS_STEP:
-        parser.error(f"--steps is {LOSS_STEP} or more, since the loss after so many is printed; found {options.steps}")
+    require_steps(parser, options.steps)
     rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -213,21 +235,14 @@ def main() -> None:
     model, backward, end_step = set_up(options.job, blocks.to(options.device, kind), mesh)
     torch.manual_seed(0 if options.job == "tp" else 1 + rank)  # tensor parallel ranks share their batch
     batch = torch.randn(1, options.tokens, options.width, device=options.device, dtype=kind)
-    times_ms: list[float] = []
-    start = time.perf_counter()
-    for step in range(1, options.steps + 1):
+
+    def step() -> torch.Tensor:
         loss = model(batch).float().square().mean()
         backward(loss)
         end_step()
-        if step % 10 == 0:
-            shown = loss.item()
-            now = time.perf_counter()
-            times_ms.append((now - start) * 100)
-            start = now
-            if rank == 0 and step == LOSS_STEP:
-                print(f"loss after {LOSS_STEP} steps {shown!r}", flush=True)
-    if rank == 0:
-        print_last_half(times_ms)
+        return loss
+
+    train(step, options.steps)
     dist.barrier()
     if not on_gpu:
         os._exit(0)  # torch 2.13 aborts now and then when a process with gloo threads ends by itself
