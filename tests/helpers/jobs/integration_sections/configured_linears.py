@@ -325,13 +325,11 @@ def tensor_parallel_configured() -> None:
     assert_close(results_of(uneven, PARTS, tokens=1), wanted, 1e-12)
 
 
-def tensor_parallel_configured_with_fsdp() -> None:
-    """`overlap` may come before `fully_shard` or after it."""
-    num_ranks = dist.get_world_size()
-    mesh = init_device_mesh(DEVICE.type, (2, num_ranks // 2), mesh_dim_names=("fsdp", "tp"))
+def overlapped_with_fsdp_right(build: Callable[[Layout, DeviceMesh], Block], *, is_plain: bool = False) -> None:
+    mesh = init_device_mesh(DEVICE.type, (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
     results = []
     for when in ("never", "before", "after"):
-        block = block_of(PARTS, mesh["tp"])
+        block = build(PARTS, mesh["tp"])
         if when == "before":
             assert tensor_parallel.overlap(block).taken == TAKEN
         fully_shard(block, mesh=mesh["fsdp"])
@@ -339,10 +337,15 @@ def tensor_parallel_configured_with_fsdp() -> None:
             overlapped = tensor_parallel.overlap(block)
             assert overlapped.taken == TAKEN
             refused(lambda block=block: tensor_parallel.overlap(block), "wq is already overlapped")
-        results.append(results_of(block, PARTS, mesh["tp"]))
+        results.append(results_of(block, PARTS, mesh["tp"], is_plain=is_plain))
     assert num_calls_of(overlapped) == 8
     assert_close(results[1], results[0], 1e-12)
     assert_equal(results[2], results[1])
+
+
+def tensor_parallel_configured_with_fsdp() -> None:
+    """`overlap` may come before `fully_shard` or after it."""
+    overlapped_with_fsdp_right(block_of)
 
 
 def tensor_parallel_configured_compiled() -> None:

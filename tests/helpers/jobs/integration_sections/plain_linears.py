@@ -5,10 +5,8 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 
 from counterpoint.integrations import tensor_parallel
 from integration_sections import configured_linears
@@ -19,7 +17,6 @@ from integration_sections.configured_linears import (
     FEATURES,
     PARTS,
     PLAIN,
-    TAKEN,
     Attention,
     Block,
     Config,
@@ -35,6 +32,7 @@ from integration_sections.configured_linears import (
     forwards_of,
     num_calls_of,
     overlapped_right,
+    overlapped_with_fsdp_right,
     undone_right,
     whole_mesh,
 )
@@ -74,20 +72,7 @@ def tensor_parallel_plain() -> None:
 
 def tensor_parallel_plain_with_fsdp() -> None:
     """`overlap` may come before `fully_shard` or after it."""
-    mesh = init_device_mesh(DEVICE.type, (2, dist.get_world_size() // 2), mesh_dim_names=("fsdp", "tp"))
-    results = []
-    for when in ("never", "before", "after"):
-        block = plain_block(PARTS, mesh["tp"])
-        if when == "before":
-            assert tensor_parallel.overlap(block).taken == TAKEN
-        fully_shard(block, mesh=mesh["fsdp"])
-        if when == "after":
-            overlapped = tensor_parallel.overlap(block)
-            assert overlapped.taken == TAKEN
-        results.append(results_of(block, PARTS, mesh["tp"]))
-    assert num_calls_of(overlapped) == 8
-    assert_close(results[1], results[0], 1e-12)
-    assert_equal(results[2], results[1])
+    overlapped_with_fsdp_right(plain_block, is_plain=True)
 
 
 def tensor_parallel_plain_compiled() -> None:
