@@ -1,40 +1,69 @@
-"""A GPT of Megatron-LM's core under its data parallelism and distributed optimizer, to see what `counterpoint run` does to
-it.
+"""A GPT of Megatron-LM's core with its distributed optimizer, data-parallel or tensor-parallel, to see what `counterpoint
+run` does to it, and what the lines of an integration do.
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron_job
     counterpoint run --tune -- torchrun --nproc-per-node 2 -m benchmarks.megatron_job --steps 300
+    torchrun --nproc-per-node 2 -m benchmarks.megatron_job --tensor-parallel 2 --engine --way switched
+    UB_SKIPMC=1 torchrun --nproc-per-node 2 -m benchmarks.megatron_job --tensor-parallel 2 --engine --way userbuffers
 
 6 layers of width 4,096 with 32,000 words (1.5 B parameters), 4,096 tokens per rank, bf16, Adam, gradients and parameters
-overlapped as Megatron-LM's users do. It does not know Counterpoint, and needs `megatron-core`, without TransformerEngine.
+overlapped as Megatron-LM's users do. It needs `megatron-core`. With `--engine`, TransformerEngine multiplies, normalizes and
+attends, as in most such jobs; tensor parallelism then splits the sequence as well, weight gradients are added to single
+precision within matmuls, and micro-batches have `--tokens` tokens in all.
+
+`bare` does not know Counterpoint. `userbuffers` is TransformerEngine's own overlap (`tp_comm_overlap`). `overlap` has the
+operators in force throughout. `switched` switches them in turns of 5 steps, in the order ABBA, after 12 steps, and prints ms
+per step by way.
 """
 
 import argparse
+import json
 import os
+import statistics
+import sys
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.jobs.stock_jobs import require_steps, train
 
+WAYS = ("bare", "userbuffers", "overlap", "switched")
 WORDS, HEAD = 32_000, 128
+TURN, WARM_UP = 5, 12
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def set_up(options: argparse.Namespace) -> Callable[[], torch.Tensor]:
-    """Return what takes a step and returns its loss, as Megatron-LM's training loop does with one micro-batch."""
+def provide_fused_gradients() -> None:
+    """Stand in for Apex, without which Megatron-LM's own linears refuse to add gradients within matmuls."""
+
+    def add(activation: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        torch.addmm(total, gradient.t(), activation, out_dtype=total.dtype, out=total)
+
+    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = add
+    sys.modules.setdefault(module.__name__, module)
+
+
+def set_up(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """Return the model, and what takes a step and returns its loss, as Megatron-LM's training loop does with one
+    micro-batch.
+    """
     from megatron.core import parallel_state, tensor_parallel  # noqa: PLC0415
     from megatron.core.distributed import (  # noqa: PLC0415
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: PLC0415
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor_parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
+    of_engine = {"normalization": "RMSNorm", "add_bias_linear": False, "gradient_accumulation_fusion": True}
     config = TransformerConfig(
         num_layers=options.layers,
         hidden_size=options.width,
@@ -43,17 +72,27 @@ def set_up(options: argparse.Namespace) -> Callable[[], torch.Tensor]:
         params_dtype=torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=options.tensor_parallel,
+        sequence_parallel=options.engine and options.tensor_parallel > 1,
+        tp_comm_overlap=options.way == "userbuffers",
+        **of_engine if options.engine else {"gradient_accumulation_fusion": False},
     )
+    if options.way == "userbuffers":
+        from transformer_engine.pytorch.module import base  # noqa: PLC0415
+
+        shape = [options.tokens, options.width]
+        base.initialize_ub(shape=shape, tp_size=options.tensor_parallel, bootstrap_backend="nccl")
+    as_specified = f"get_gpt_layer_{'with_transformer_engine' if options.engine else 'local'}_spec"
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=getattr(gpt_layer_specs, as_specified)(),
         vocab_size=WORDS,
         max_sequence_length=options.tokens,
     ).to("cuda", torch.bfloat16)
     parallel = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
+            grad_reduce_in_fp32=options.engine,
             overlap_grad_reduce=True,
             overlap_param_gather=True,
             use_distributed_optimizer=True,
@@ -67,7 +106,7 @@ def set_up(options: argparse.Namespace) -> Callable[[], torch.Tensor]:
         [parallel],
     )
     config.grad_sync_func, config.no_sync_func = parallel.start_grad_sync, parallel.no_sync
-    torch.manual_seed(1 + dist.get_rank())
+    torch.manual_seed(1 + parallel_state.get_data_parallel_rank())  # tensor-parallel ranks share their batch
     tokens = torch.randint(0, WORDS, (1, options.tokens + 1), device="cuda")
     places = torch.arange(options.tokens, device="cuda")[None]
 
@@ -80,22 +119,66 @@ def set_up(options: argparse.Namespace) -> Callable[[], torch.Tensor]:
         optimizer.step()
         return loss
 
-    return step
+    return model, step
+
+
+def take_turns(step: Callable[[], torch.Tensor], use: Callable[[bool], None], num_steps: int) -> dict[str, Any]:
+    """Take steps with and without operators in turns, and return ms per step of both, and their losses."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(num_steps):
+        turn, place = divmod(number - WARM_UP, TURN)
+        is_on = turn >= 0 and turn % 4 in (1, 2)
+        if number < WARM_UP:
+            is_on = number >= WARM_UP // 2  # both ways prepare what they need
+        use(is_on)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        loss = step()
+        end.record()
+        if number >= WARM_UP:
+            losses[is_on].append(loss.item())
+        if number >= WARM_UP and place:
+            end.synchronize()
+            times[is_on].append(start.elapsed_time(end))
+    shown = {}
+    for is_on, name in ((False, "bare"), (True, "overlap")):
+        low, median, high = statistics.quantiles(times[is_on], n=4, method="inclusive")
+        shown[name] = {"ms": round(median, 3), "quartiles": [round(low, 3), round(high, 3)], "last_loss": losses[is_on][-1]}
+    return shown
 
 
 def main() -> None:
     """Train on one batch, and print the loss after 50 steps and the time of a step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=WAYS, default="bare")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--engine", action="store_true", help="use TransformerEngine, which must be installed")
     parser.add_argument("--bucket", type=int, default=40_000_000, help="parameters; Megatron-LM's default for 2 ranks")
     options = parser.parse_args()
     require_steps(parser, options.steps)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    train(set_up(options), options.steps)
+    provide_fused_gradients()
+    model, step = set_up(options)
+    overlapped = None
+    if options.way in ("overlap", "switched"):
+        from counterpoint.integrations import tensor_parallel  # noqa: PLC0415
+
+        overlapped = tensor_parallel.overlap(model)
+    if options.way == "switched" and overlapped is not None:
+        shown = take_turns(step, overlapped.use, options.steps)
+        if dist.get_rank() == 0:
+            print(json.dumps({**shown, ONE_QUEUE: os.environ.get(ONE_QUEUE), "tokens": options.tokens}), flush=True)
+    else:
+        train(step, options.steps)
+    if dist.get_rank() == 0 and overlapped is not None:
+        print(overlapped, flush=True)
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@
     python -m benchmarks.supervised_jobs --ranks 2 --jobs transformers_tp -o jobs.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --against torchtitan_tp_async --torchtitan DIR
     python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp_trained --torchtitan DIR
+    UB_SKIPMC=1 python -m benchmarks.supervised_jobs --ranks 2 --jobs megatron_tp --against megatron_userbuffers
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
 With --against, another job runs bare before and after these, and each is compared with it as well. With --given, a plan of
@@ -18,8 +19,8 @@ losses of the others say nothing. Beside each run nvidia-smi reads the clock and
 samples with at least 0.8 of the most power, which are those of steps.
 
 An output file that is there already is gone on with: jobs that it holds are not run again, and it must be of the same
-options. torchtitan's sources (v0.2.2), transformers, DeepSpeed and Megatron-LM's core are not part of the project: see
-docs/measuring.md.
+options. torchtitan's sources (v0.2.2), transformers, DeepSpeed, Megatron-LM's core and TransformerEngine are not part of the
+project: see docs/measuring.md.
 """
 
 import argparse
@@ -49,7 +50,13 @@ TORCHTITAN = {
     "torchtitan_tp_async": ("llama_tp", "--compile.enable", "--parallelism.enable_async_tensor_parallel"),
     "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
 }
-JOBS = (*OURS, *ZERO, "transformers_tp", "megatron", *TORCHTITAN)
+# what `benchmarks.megatron_job` is asked for; "{}" is the number of ranks
+MEGATRON = {
+    "megatron": (),
+    "megatron_tp": ("--tensor-parallel", "{}", "--engine"),
+    "megatron_userbuffers": ("--tensor-parallel", "{}", "--engine", "--way", "userbuffers"),
+}
+JOBS = (*OURS, *ZERO, "transformers_tp", *MEGATRON, *TORCHTITAN)
 GRACE_S = 20
 MOST_KEPT = 20_000  # characters of what a failed run said
 SAMPLED_MS = 200
@@ -61,13 +68,15 @@ def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     if job in TORCHTITAN:
         sources = str(options.torchtitan.resolve())
         script = ["-m", "benchmarks.torchtitan_job", "--torchtitan", sources, "--way", "bare", "--model", *TORCHTITAN[job]]
-    elif job in ("transformers_tp", "megatron"):
-        script = ["-m", f"benchmarks.{job.removesuffix('_tp')}_job"]
+    elif job in MEGATRON:
+        script = ["-m", "benchmarks.megatron_job", *[each.format(options.ranks) for each in MEGATRON[job]]]
+    elif job == "transformers_tp":
+        script = ["-m", "benchmarks.transformers_job"]
     elif job in ("unsynchronized", "changing"):
         script = ["-m", "benchmarks.unusual_job", job]
     else:
         script = [str(JOB_FOLDER / "starved.py")] if job == "starved" else [str(JOB_FOLDER / "stock_jobs.py"), job]
-    tokens = ["--tokens", str(options.tokens)] if job in ("starved", "megatron") and options.tokens is not None else []
+    tokens = ["--tokens", str(options.tokens)] if job in ("starved", *MEGATRON) and options.tokens is not None else []
     return [*torchrun, *script, "--steps", str(num_steps), *tokens]
 
 
@@ -227,7 +236,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=200, help="steps that --tune may use")
     parser.add_argument("--guard", type=int, help="as of `counterpoint run`, for the runs under it")
     parser.add_argument("--given", type=Path, metavar="PLAN", help="run under this plan, and tune nothing")
-    parser.add_argument("--tokens", type=int, help="of the jobs starved and megatron")
+    parser.add_argument("--tokens", type=int, help="of the jobs starved and megatron*")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one run may take")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)

@@ -91,6 +91,14 @@ GROUPS = {
         "tensor_parallel_plain_in_part",
         "tensor_parallel_plain_refused",
     ),
+    "Megatron-LM and TransformerEngine": (
+        "megatron_linears",
+        "megatron_linears_of_engine",
+        "megatron_first_micro_batch",
+        "megatron_whole_operators",
+        "megatron_other_calls",
+        "megatron_refusals",
+    ),
     "the rest": (
         "tensor_parallel_refuses",
         "tensor_parallel_keeps_other_formulas",
@@ -121,6 +129,14 @@ def test_the_integrations_do_what_pytorch_does(start_ranks: Start, group: str) -
     print(done.stdout[-4000:], done.stderr[-3000:])
     assert done.returncode == 0
     assert all(f"{section}: ok" in done.stdout.splitlines() for section in GROUPS[group])
+
+
+def test_transformer_engines_own_linears(start_ranks: Start) -> None:
+    pytest.importorskip("transformer_engine")
+    done = start_ranks("engine_linears")
+    print(done.stdout[-4000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    assert "engine_linears: ok" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("group", TWO_LEVELS)

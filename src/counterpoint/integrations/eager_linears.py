@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from counterpoint.integrations.main_gradients import MainGradient
 from counterpoint.integrations.sequence_shards import (
     Route,
     distributed,
@@ -22,7 +23,7 @@ from counterpoint.integrations.sequence_shards import (
     with_tokens_at,
 )
 from counterpoint.ops import operators
-from counterpoint.ops.dispatch import PLAIN_TYPES, Operator, is_observed, keep_for_backward
+from counterpoint.ops.dispatch import NO_TOTALS, PLAIN_TYPES, MainTotals, Operator, is_observed, keep_for_backward
 from counterpoint.ops.operator_call import Key, earlier_call, key_of
 
 # Inputs of up to so many elements may skip the operator: those of decoding. Their calls take the host longer than the GPU.
@@ -51,9 +52,11 @@ class EagerLinear:
     def __deepcopy__(self, _memo: dict[int, Any]) -> "EagerLinear":
         return self  # operators cannot be copied; a copy of the model makes calls of the same sizes
 
-    def __call__(self, given: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+    def __call__(
+        self, given: torch.Tensor, weights: Sequence[torch.Tensor], main: MainGradient | None = None
+    ) -> tuple[torch.Tensor, ...] | None:
         """Return the products of the input (a DTensor or its local part) and each weight; None if the public way is
-        needed.
+        needed. `main` takes the gradient of the one weight.
         """
         local = given._local_tensor if type(given) is DTensor else given
         if type(local) not in PLAIN_TYPES or not all(map(_is_plain, weights)):
@@ -64,7 +67,7 @@ class EagerLinear:
             return None
         products: tuple[torch.Tensor, ...] | None = None
         if torch.is_grad_enabled() and (given.requires_grad or any(weight.requires_grad for weight in weights)):
-            products = _Multiply.apply(self, given, *weights)
+            products = _Multiply.apply(self, main, given, *weights)
         elif self._sums and local.numel() <= MOST_OF_SMALL and not torch.autograd._profiler_enabled():
             products = self._sum_small(local, weights[0])
         if products is None:
@@ -116,11 +119,17 @@ class EagerLinear:
         return tuple([product.resize_((*shape, product.shape[1])) for product in products])
 
     def differentiate(
-        self, ctx: Any, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]
+        self,
+        ctx: Any,
+        gradients: Sequence[torch.Tensor | None],
+        is_wanted: tuple[bool, bool],
+        totals: MainTotals = NO_TOTALS,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Return the gradients of the local input and of the local weights, from those of the results of `multiply`."""
+        """Return the gradients of the local input and of the local weights, from those of the results of `multiply`. Those
+        of the weights go to the `totals` instead, if there are any.
+        """
         rows = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted)
+        of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted, totals)
         sizes, dim = ctx.sizes, self.dim
         of_input = (
             None if of_rows is None else with_tokens_at(dim, of_rows, (sizes[dim], *sizes[:dim], *sizes[dim + 1 : -1]))
@@ -148,20 +157,27 @@ class EagerLinears:
 
 
 class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
-    """An `EagerLinear`, its input and its weights."""
+    """An `EagerLinear`, what takes the gradient of its weight if something does, its input and its weights."""
 
     @staticmethod
-    def forward(ctx: Any, linear: EagerLinear, given: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.linear, ctx.specs = linear, [_spec_of(weight) for weight in weights]
+    def forward(
+        ctx: Any, linear: EagerLinear, main: MainGradient | None, given: torch.Tensor, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.linear, ctx.main, ctx.specs = linear, main, [_spec_of(weight) for weight in weights]
         ctx.spec = _spec_of(given)
         return linear.multiply(ctx, given if ctx.spec is None else given._local_tensor, weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        is_wanted = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
-        of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted)
-        of_weights = [distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
-        return None, distributed(of_input, ctx.spec), *of_weights
+        is_wanted, main = (ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:])), ctx.main
+        is_total = main is not None and is_wanted[1]
+        totals = MainTotals((main.total.t(),), main.is_first) if is_total else NO_TOTALS
+        of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted, totals)
+        if is_total:
+            of_weights = [main.sign()]
+        else:
+            of_weights = [distributed(each, spec) for each, spec in zip(of_weights, ctx.specs, strict=True)]
+        return None, None, distributed(of_input, ctx.spec), *of_weights
 
 
 def _spec_of(tensor: torch.Tensor) -> Any | None:

@@ -75,7 +75,7 @@ def overlap(
         else:
             _take_transformers(overlapped, name, experts, options)
     overlapped.require_taken(f"No experts of {type(module).__name__}")
-    overlapped.say_refused()
+    overlapped.say_obstacles()
     return overlapped
 
 

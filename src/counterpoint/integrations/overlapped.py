@@ -7,6 +7,7 @@ from functools import partial
 from types import UnionType
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -16,10 +17,15 @@ from counterpoint.integrations.closures import Hook
 from counterpoint.integrations.lane_collectives import require_switch, warn_from_first_rank
 from counterpoint.integrations.parallel_linears import ParallelForward, SharedInput
 from counterpoint.integrations.switched_hooks import Switch, unless_local
+from counterpoint.ops.graph_cache import CONNECTIONS, LEAST_CONNECTIONS, num_connections
 from counterpoint.ops.operator_call import CallCounts, calls_of, expert_calls_of
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import require
 
+FEW_QUEUES = (
+    f"{CONNECTIONS} is %d, so copies of operators wait for matmuls. Unset it if the job allows, since operators replace the "
+    "collectives for whose order it is set."
+)
 Figures = tuple[int, int, int, int, int]  # calls by copies, by the library, bytes, replayed calls, original modules
 
 
@@ -176,11 +182,13 @@ class Overlapped:
         first = next((f"{name or 'the module'}: {reason}" for name, reason in self.refused.items()), "")
         require(bool(self.taken), IntegrationError, f"{none} can be overlapped: {first}.")
 
-    def say_refused(self) -> None:
-        """Log why modules stay unchanged, once for each reason."""
+    def say_obstacles(self) -> None:
+        """Log why modules stay unchanged, once for each reason, and what keeps operators from overlapping."""
         for reason, names in self._by_reason().items():
             stay = "stays unchanged" if len(names) == 1 else "stay unchanged"
             warn_from_first_rank("%s %s: %s.", _shortened(names), stay, reason)
+        if torch.cuda.is_available() and num_connections() < LEAST_CONNECTIONS:
+            warn_from_first_rank(FEW_QUEUES, num_connections())
 
     def __repr__(self) -> str:
         if self._is_undone:

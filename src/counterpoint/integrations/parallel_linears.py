@@ -9,7 +9,6 @@ is compiled once, and neither is compiled again. Linears get a bound method as t
 guard on the identity of a callable object, and compile every block anew.
 """
 
-from collections.abc import Sequence
 from typing import TypeAlias, final
 
 import torch
@@ -20,7 +19,6 @@ from counterpoint.integrations.deferred_inputs import Deferred, checks_types
 from counterpoint.integrations.eager_linears import EagerLinear, EagerLinears
 from counterpoint.integrations.layouts import LinearLayout
 from counterpoint.integrations.sequence_shards import (
-    Route,
     cast_for_matmul,
     conditions_of,
     gather_multiply,
@@ -30,7 +28,7 @@ from counterpoint.integrations.sequence_shards import (
     multiply_whole,
     neighbor_product,
     part_of,
-    why_not_multiplied,
+    runs_originally,
 )
 from counterpoint.integrations.switched_hooks import Switch, is_in_backward
 from counterpoint.ops import operators
@@ -131,7 +129,7 @@ class ColumnwiseForward:
             self._count_distributed(given)
             return self._forward(_as_prepared(whole, self.layout))
         num_parts = self._route.num_ranks if isinstance(given, DTensor) and not self.is_whole else 1
-        if _runs_originally((given.shape, dim, num_parts), self._route):
+        if runs_originally((given.shape, dim, num_parts), self._route):
             prepared = _as_prepared(whole, self.layout)
             if isinstance(prepared, DTensor):
                 prepared = prepared.redistribute(placements=[Replicate()])
@@ -205,7 +203,7 @@ class RowwiseForward:
             return self._switch.watch(self._forward(given))
         if _states_types(self.layout):
             return self._forward(given)
-        if _runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
+        if runs_originally((given.shape, self._dim, self._route.num_ranks), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
         products = None
@@ -242,7 +240,7 @@ class AllReduceForward:
             return self._switch.watch(self._forward(given))
         if _states_types(self.layout):
             return self._forward(given)
-        if _runs_originally((given.shape, 0, 1), self._route):
+        if runs_originally((given.shape, 0, 1), self._route):
             return self._forward(_as_prepared(given, self.layout))
         weight, bias, features = self.linear.weight, self.linear.bias, _features_of(given, self.layout)
         products = None if torch.compiler.is_compiling() else self._eager(features, (weight,))
@@ -271,16 +269,6 @@ def _features_of(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:
         given = DTensor.from_local(given, layout.mesh, layout.input_layouts, run_check=False)
     features = (Shard(given.ndim - 1),)
     return (given if given.placements == features else given.redistribute(placements=features)).to_local()
-
-
-def _runs_originally(activation: tuple[Sequence[int], int, int], route: Route) -> bool:
-    """Return whether no operator multiplies an activation (see `why_not_multiplied`), and count a call by the library if
-    so. Code made by torch.compile does not count it.
-    """
-    reason = why_not_multiplied(*activation)
-    if reason and not torch.compiler.is_compiling():
-        calls_of(route.group_name).add_library(reason, is_original=True)
-    return bool(reason)
 
 
 def _as_prepared(given: torch.Tensor, layout: LinearLayout) -> torch.Tensor:

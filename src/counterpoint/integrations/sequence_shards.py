@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from counterpoint.ops import operators
+from counterpoint.ops.operator_call import calls_of
 
 READY = "_counterpoint_ready"  # attribute of an input: the products of its linears that were not asked for yet
 
@@ -75,6 +76,16 @@ def why_not_multiplied(sizes: Sequence[int], dim: int, num_parts: int) -> str:
     if sizes[dim] % num_parts:
         return f"tokens that do not divide by the {num_parts} ranks that share them"
     return ""
+
+
+def runs_originally(activation: tuple[Sequence[int], int, int], route: Route, obstacle: str = "") -> bool:
+    """Return whether no operator multiplies an activation (see `why_not_multiplied`), or another obstacle is known, and
+    count a call by the library if so. Code made by torch.compile does not count it.
+    """
+    reason = obstacle or why_not_multiplied(*activation)
+    if reason and not torch.compiler.is_compiling():
+        calls_of(route.group_name).add_library(reason, is_original=True)
+    return bool(reason)
 
 
 def rows_of(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ FSDP2, call `overlap` before or after `fully_shard`, but not between a forward a
 """
 
 from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -26,12 +27,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard
 
 from counterpoint.errors import IntegrationError
+from counterpoint.integrations import engine_linears, megatron_linears
 from counterpoint.integrations.deferred_inputs import defer_inputs
 from counterpoint.integrations.eager_linears import OPERATORS as EAGER_OPERATORS
+from counterpoint.integrations.engine_linears import EngineForward
 from counterpoint.integrations.layouts import (
     FUSED,
     IS_FUSED,
     Boundary,
+    GatheringHook,
     LinearLayout,
     boundary_of,
     gathering_hook,
@@ -40,6 +44,7 @@ from counterpoint.integrations.layouts import (
     is_split,
     linear_layout,
 )
+from counterpoint.integrations.megatron_linears import MegatronForward
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.parallel_linears import (
     AllReduceForward,
@@ -55,6 +60,7 @@ from counterpoint.value import require
 
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears", "why_none_waits"]
 
+PlainForward: TypeAlias = MegatronForward | EngineForward
 # The operators that a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose
 # results it saves are not computed and communicated again in the backward pass
 OPERATORS = tuple(getattr(torch.ops.counterpoint, operator.name).default for operator in EAGER_OPERATORS)
@@ -74,10 +80,13 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     parallel = [(name, each) for name, each in module.named_modules() if is_parallel(each)]
     overlapped.require_new(parallel, ParallelForward)
     linears = [(name, each) for name, each in parallel if each not in sharded or is_split(each)]
+    others = [(name, each) for name, each in module.named_modules() if _family_of(each)]
+    overlapped.require_new(others, PlainForward)
     require(
-        bool(linears),
+        bool(linears or others),
         IntegrationError,
-        f"{type(module).__name__} has no linear that parallelize_module has split. Parallelize it first.",
+        f"{type(module).__name__} has no linear that parallelize_module has split, and no parallel one of Megatron-LM "
+        "or TransformerEngine. Parallelize it first.",
     )
     gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
     boundaries = _boundaries_in(module)
@@ -100,23 +109,15 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
             column = _take_column(overlapped, name, linear, rest, is_gathered=is_gathered, dim=dim)
             if column is not None:
                 columns[name] = column
+    for name, other in others:
+        _take_plain(overlapped, name, other, text)
     _join_neighbors(columns)
-    for name, inputs in shared.items():
-        if any(column.shared is inputs for column in columns.values()):
-            container = module.get_submodule(name)
-            if name in gathering:
-                hook, hooks = gathering[name], container._forward_pre_hooks
-                overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
-            else:
-                keep = keep_inputs_sharded if boundaries[name].mesh is None else defer_inputs
-                prepare = keep(container, boundaries[name], overlapped.switch)
-                overlapped.exchange(vars(container), "_redistribute_inputs", prepare)
-            overlapped.finish_with(container, inputs)
+    _keep_parts(overlapped, module, columns, (gathering, boundaries, shared))
     for parent, inputs in whole.items():
         if any(column.shared is inputs and column.is_whole and len(column.group) > 1 for column in columns.values()):
             overlapped.finish_with(module.get_submodule(parent), inputs)
     overlapped.require_taken(f"No linear of {type(module).__name__}")
-    overlapped.say_refused()
+    overlapped.say_obstacles()
     return overlapped
 
 
@@ -129,6 +130,10 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
         if is_parallel(each)
         and not is_overlapped(each, ParallelForward)
         and not isinstance(_layout_within(name, each, boundaries), str)  # FSDP2's weights are DTensors as well
+    ] + [
+        each
+        for each in module.modules()
+        if (family := _family_of(each)) and not is_overlapped(each, PlainForward) and not family.refusal_of(each)
     ]
 
 
@@ -137,6 +142,8 @@ def why_none_waits(module: nn.Module) -> str:
     boundaries = _boundaries_in(module)
     for name, each in module.named_modules():
         if is_parallel(each) and is_split(each) and isinstance(reason := _layout_within(name, each, boundaries), str):
+            return f"{name or 'the linear'}: {reason}"
+        if (family := _family_of(each)) and (reason := family.refusal_of(each)):
             return f"{name or 'the linear'}: {reason}"
     return ""
 
@@ -174,6 +181,45 @@ def _check_arguments(module: object, schedule: object) -> None:
         f"schedule takes a ScheduleDescription or None; found one of type {type(schedule).__name__}. Make one: "
         'ScheduleDescription(pattern="ring").',
     )
+
+
+def _keep_parts(
+    overlapped: Overlapped,
+    module: nn.Module,
+    columns: dict[str, ColumnwiseForward],
+    around: tuple[dict[str, GatheringHook], dict[str, Boundary], dict[str, SharedInput]],
+) -> None:
+    """Let modules pass on parts of their inputs, where columns within gather them; `around`: by the modules' names, the
+    hooks that gather, what torchtitan 0.3 does, and the inputs that columns share.
+    """
+    gathering, boundaries, shared = around
+    for name, inputs in shared.items():
+        if any(column.shared is inputs for column in columns.values()):
+            container = module.get_submodule(name)
+            if name in gathering:
+                hook, hooks = gathering[name], container._forward_pre_hooks
+                overlapped.replace_hook(hooks, hook.key, keep_sharded(hook, hooks[hook.key], overlapped.switch))
+            else:
+                keep = keep_inputs_sharded if boundaries[name].mesh is None else defer_inputs
+                prepare = keep(container, boundaries[name], overlapped.switch)
+                overlapped.exchange(vars(container), "_redistribute_inputs", prepare)
+            overlapped.finish_with(container, inputs)
+
+
+def _take_plain(overlapped: Overlapped, name: str, linear: nn.Module, schedule: str) -> None:
+    family = _family_of(linear)
+    assert family is not None, "only linears of a family come here"
+    reason = family.refusal_of(linear)
+    if reason:
+        overlapped.refused[name] = reason
+    else:
+        forward = family.forward_of(linear, overlapped.switch, schedule)
+        overlapped.take(name, linear, forward.run, forward.route.group_name)
+
+
+def _family_of(module: nn.Module) -> Any | None:
+    """Return what knows linears with plain weights of this kind, of which several ranks share one; None of any other."""
+    return next((each for each in (megatron_linears, engine_linears) if each.is_split(module)), None)
 
 
 def _take_row(overlapped: Overlapped, name: str, linear: nn.Linear, rest: tuple[LinearLayout, str]) -> None:

@@ -23,11 +23,37 @@ Rows = Callable[[Tensors], torch.Tensor]
 Multiply = Callable[[Tensors, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 NO_TENSORS: Tensors = {}
+MAIN_GRADIENT = "main_gradient"  # the buffer to which a weight's gradient is added, in a call without weight_gradient
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Compute left @ right in their own type, also under autocast, which ignores calls with an `out`."""
     return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+
+
+def set_weight_gradients(left: torch.Tensor, gradients: Sequence[torch.Tensor], tensors: Tensors, name: str) -> None:
+    """Set the gradient of each weight by which (rows, K) `left` was multiplied, or add it to the main gradients.
+
+    `gradients`: those of the products, (rows, columns) each. `name`: the buffer of the weights' gradients.
+    """
+    transposed, is_added = left.t(), MAIN_GRADIENT in tensors
+    for gradient, out in zip(gradients, parts_of(tensors, MAIN_GRADIENT if is_added else name), strict=True):
+        set_product(transposed, gradient, out, is_added=is_added)
+
+
+def set_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_added: bool = False) -> None:
+    """Set `out` to left @ right, or add the product to it. It may be of single precision where the operands are not, which
+    on GPUs is one kernel.
+    """
+    if out.dtype != left.dtype and not out.is_cuda:
+        product = multiply(left, right)
+        _ = out.add_(product) if is_added else out.copy_(product)
+        return
+    types = {} if out.dtype == left.dtype else {"out_dtype": out.dtype}
+    if is_added:
+        torch.addmm(out, left, right, **types, out=out)
+    else:
+        torch.mm(left, right, **types, out=out)
 
 
 def half_precision_settings() -> tuple[object, ...]:
@@ -248,9 +274,8 @@ def _weight_gradient(action: Action, fixed: Tensors) -> Compute:
     out, rows_of_left = action.writes[0].buffer, _bound(left, fixed)
 
     def compute(tensors: Tensors, _weights: Weights) -> None:
-        transposed = rows_of_left(tensors).t()
-        for factor, gradient in zip(parts_of(tensors, right.buffer), parts_of(tensors, out), strict=True):
-            torch.mm(transposed, rows_in(factor, right.start, right.num_rows), out=gradient)
+        gradients = [rows_in(factor, right.start, right.num_rows) for factor in parts_of(tensors, right.buffer)]
+        set_weight_gradients(rows_of_left(tensors), gradients, tensors, out)
 
     return compute
 

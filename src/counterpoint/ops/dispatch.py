@@ -7,7 +7,7 @@ the same functions for forward and gradients.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -26,13 +26,26 @@ Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]  # the gra
 Differentiate = Callable[["Kept", Matrices, tuple[bool, bool]], Gradients]
 
 
+class MainTotals(NamedTuple):
+    """Matrices to which the gradients of weights are added; or which are set to them, if nothing was added yet."""
+
+    matrices: Matrices = ()
+    are_set: bool = False
+
+
+NO_TOTALS = MainTotals()
+
+
 class Kept:
-    """What backward needs from a forward call."""
+    """What backward needs from a forward call, and the `totals` of its weights' gradients, if there are any."""
 
-    __slots__ = ("group_name", "left", "schedule", "weights")
+    __slots__ = ("group_name", "left", "schedule", "totals", "weights")
 
-    def __init__(self, left: torch.Tensor, weights: list[torch.Tensor], group_name: str, schedule: str) -> None:
-        self.left, self.weights, self.group_name, self.schedule = left, weights, group_name, schedule
+    def __init__(
+        self, left: torch.Tensor, weights: Matrices, others: tuple[str, str], totals: MainTotals = NO_TOTALS
+    ) -> None:
+        self.left, self.weights, self.totals = left, weights, totals
+        self.group_name, self.schedule = others
 
 
 @final
@@ -104,8 +117,17 @@ class Operator:
             return _Differentiable.apply(self, others, False, left, weights)
         return list(_Differentiable.apply(self, others, True, left, *weights))
 
-    def differentiate(self, ctx: Any, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]) -> Gradients:
-        """Return the gradients of the left operand and of the weights; none of a weight whose product was not used."""
+    def differentiate(
+        self,
+        ctx: Any,
+        gradients: Sequence[torch.Tensor | None],
+        is_wanted: tuple[bool, bool],
+        totals: MainTotals = NO_TOTALS,
+    ) -> Gradients:
+        """Return the gradients of the left operand and of the weights; none of a weight whose product was not used.
+
+        If there are `totals`, those of the weights go there instead.
+        """
         assert self._gradients is not None
         refuse_second_derivative(self.name)
         left, *weights = ctx.saved_tensors
@@ -114,7 +136,7 @@ class Operator:
             return None, [None] * len(weights)
         pairs = zip(gradients, weights, strict=True)
         whole = [used.new_zeros(used.shape[0], weight.shape[1]) if each is None else each for each, weight in pairs]
-        of_left, found = self._gradients(Kept(left, weights, ctx.group_name, ctx.schedule), whole, is_wanted)
+        of_left, found = self._gradients(Kept(left, weights, (ctx.group_name, ctx.schedule), totals), whole, is_wanted)
         return of_left, [None if each is None else of for each, of in zip(gradients, found, strict=True)]
 
     def _differentiate_custom(self, ctx: Any, gradient: Any) -> tuple[Any, ...]:

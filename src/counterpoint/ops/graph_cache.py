@@ -46,7 +46,7 @@ def is_possible() -> bool:
     """Return whether calls may be recorded in this process."""
     return (
         os.environ.get(SWITCH) != "0"
-        and _num_connections() >= LEAST_CONNECTIONS
+        and num_connections() >= LEAST_CONNECTIONS
         # memory taken in a capture must stay allocated: without a cache it is freed at once, and cudaMallocAsync makes
         # it part of that one graph, while the next graph would use it, too
         and UNCACHED not in os.environ
@@ -54,7 +54,7 @@ def is_possible() -> bool:
     )
 
 
-def _num_connections() -> int:
+def num_connections() -> int:
     """Return how many hardware queues the process has, as CUDA reads its variable: by its leading number."""
     found = re.match(r"\s*\+?(\d+)", os.environ.get(CONNECTIONS, ""))
     return int(found[1]) if found else LEAST_CONNECTIONS

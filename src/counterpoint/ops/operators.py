@@ -7,13 +7,15 @@ are passed by name and schedules as JSON text, because an operator's arguments m
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 import torch
+from torch.profiler import record_function
 from torch.utils.flop_counter import register_flop_formula
 
 from counterpoint.ops.collectives import Collectives
-from counterpoint.ops.computation import multiply
+from counterpoint.ops.computation import MAIN_GRADIENT, multiply, set_product, set_weight_gradients
 from counterpoint.ops.dispatch import Gradients, Kept, Matrices, Operator
 from counterpoint.ops.operator_call import (
     OperatorCall,
@@ -42,7 +44,7 @@ def _gather_then_multiply(library: Collectives, tensors: Tensors, weights: Weigh
 
 def _gather_then_multiply_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     _multiply_then_reduce(library, tensors, weights)
-    _set_weight_gradients(library.gather(tensors["shard"]), tensors)
+    set_weight_gradients(library.gather(tensors["shard"]), parts_of(tensors, "activation"), tensors, "weight_gradient")
 
 
 def _multiply_then_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -62,7 +64,7 @@ def _sum_products(factors: Matrices, weights: Weights, out: torch.Tensor) -> Non
 def _multiply_then_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     gathered = library.gather(tensors["shard"])
     torch.mm(gathered, weights[0], out=tensors["product"])
-    torch.mm(tensors["activation"].t(), gathered, out=tensors["weight_gradient"])
+    set_weight_gradients(tensors["activation"], [gathered], tensors, "weight_gradient")
 
 
 def _multiply_then_all_reduce(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -72,13 +74,7 @@ def _multiply_then_all_reduce(library: Collectives, tensors: Tensors, weights: W
 
 def _multiply_then_all_reduce_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     _multiply_then_all_reduce(library, tensors, weights)
-    _set_weight_gradients(tensors["left"], tensors)
-
-
-def _set_weight_gradients(left: torch.Tensor, tensors: Tensors) -> None:
-    """Set the gradient of each weight by which the left operand was multiplied."""
-    for gradient, out in zip(parts_of(tensors, "activation"), parts_of(tensors, "weight_gradient"), strict=True):
-        torch.mm(left.t(), gradient, out=out)
+    set_weight_gradients(tensors["left"], parts_of(tensors, "activation"), tensors, "weight_gradient")
 
 
 def _exchange_then_multiply(library: Collectives, tensors: Tensors, weights: Weights) -> None:
@@ -88,7 +84,7 @@ def _exchange_then_multiply(library: Collectives, tensors: Tensors, weights: Wei
 def _exchange_then_multiply_backward(library: Collectives, tensors: Tensors, weights: Weights) -> None:
     gradient = tensors["activation"]
     tensors["product"].copy_(library.exchange(multiply(gradient, weights[0]), is_return=True))
-    torch.mm(library.exchange(tensors["shard"]).t(), gradient, out=tensors["weight_gradient"])
+    set_weight_gradients(library.exchange(tensors["shard"]), [gradient], tensors, "weight_gradient")
 
 
 GATHER = TorchPass("all_gather_matmul", "forward", _gather_then_multiply)
@@ -124,7 +120,7 @@ def _run_all_gather_matmul_backward(
     gradients: Matrices, shard: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `all_gather_matmul` for its shard and for each of its weights."""
-    return _gradients_of_several((GATHER_BACKWARD, "shard"), gradients, (shard, weights), group_name, schedule)
+    return _gradients_of_several((GATHER_BACKWARD, "shard"), gradients, Kept(shard, weights, (group_name, schedule)))
 
 
 def _run_matmul_reduce_scatter(
@@ -143,8 +139,9 @@ def _run_matmul_reduce_scatter_backward(
     gradient: torch.Tensor, activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `matmul_reduce_scatter` for its activation and its weight."""
-    operands = gradient, activation, weight
-    return _gradients_of_two(REDUCE_BACKWARD, ("shard", "activation"), operands, group_name, schedule)
+    kept = Kept(activation, [weight], (group_name, schedule))
+    of_left, of_weight = _gradients_of_one(REDUCE_BACKWARD, ("shard", "activation"), gradient, kept)
+    return of_left, of_weight
 
 
 def _run_matmul_all_reduce(activation: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
@@ -190,7 +187,7 @@ def _run_column_parallel_matmul_backward(
     gradients: Matrices, left: torch.Tensor, weights: Matrices, group_name: str, schedule: str
 ) -> list[torch.Tensor]:
     """Gradients of `column_parallel_matmul` for its activation and for each of its weights."""
-    return _gradients_of_several((COLUMNS_BACKWARD, "left"), gradients, (left, weights), group_name, schedule)
+    return _gradients_of_several((COLUMNS_BACKWARD, "left"), gradients, Kept(left, weights, (group_name, schedule)))
 
 
 def _run_all_to_all_matmul(tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str) -> torch.Tensor:
@@ -208,53 +205,53 @@ def _run_all_to_all_matmul_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, group_name: str, schedule: str
 ) -> Pair:
     """Gradients of `all_to_all_matmul` for its tokens and its weight."""
-    operands = gradient, tokens, weight
-    return _gradients_of_two(EXCHANGE_BACKWARD, ("activation", "shard"), operands, group_name, schedule)
+    kept = Kept(tokens, [weight], (group_name, schedule))
+    of_tokens, of_weight = _gradients_of_one(EXCHANGE_BACKWARD, ("activation", "shard"), gradient, kept)
+    return of_tokens, of_weight
 
 
-def _gradients_of_several(
-    named: tuple[TorchPass, str],
-    gradients: Matrices,
-    operands: tuple[torch.Tensor, Matrices],
-    group_name: str,
-    schedule: str,
+def _gradients_of_several(named: tuple[TorchPass, str], gradients: Matrices, kept: Kept) -> list[torch.Tensor]:
+    """Return the gradients of an operator's left operand and of each of its weights, unless totals take these.
+
+    `named`: the pass, and the buffer of the left operand.
+    """
+    (torch_pass, left_name), left, weights, totals = named, kept.left, kept.weights, kept.totals
+    key = key_of((torch_pass, kept.group_name, kept.schedule, totals.are_set), left, *gradients, *weights, *totals.matrices)
+    known, transposed = known_call(key, kept.group_name), [weight.t() for weight in weights]
+    if known is None:
+        call = OperatorCall(torch_pass, (gradients, transposed, kept.group_name))
+        call.plan((gradients[0].shape[0], left.shape[1], _num_columns(weights)), kept.schedule)
+        names = left_name, *part_names("activation", len(weights)), *_gradient_names(kept)
+        shapes = _gradients_of_several_shapes(gradients, left, weights, kept.group_name, kept.schedule)
+        known = call.keep(key, names, shapes[:1] if totals.matrices else shapes)
+    given = [left.contiguous(), *[gradient.contiguous() for gradient in gradients], *totals.matrices]
+    return known.run(given, transposed)
+
+
+def _gradients_of_one(
+    torch_pass: TorchPass, names: tuple[str, str], gradient: torch.Tensor, kept: Kept
 ) -> list[torch.Tensor]:
-    """Return the gradients of an operator's left operand and of each of its weights.
+    """Return the gradients of an operator's left operand and of its one weight, unless a total takes the latter.
 
-    `named`: the pass, and the buffer of the left operand. `operands`: the left operand and the weights.
+    `names`: the buffers of the result's gradient and of the left operand.
     """
-    (torch_pass, left_name), (left, weights) = named, operands
-    key = key_of((torch_pass, group_name, schedule), left, *gradients, *weights)
-    known, transposed = known_call(key, group_name), [weight.t() for weight in weights]
+    left, (weight,), totals = kept.left, kept.weights, kept.totals
+    key = key_of((torch_pass, kept.group_name, kept.schedule, totals.are_set), gradient, left, weight, *totals.matrices)
+    known, transposed = known_call(key, kept.group_name), [weight.t()]
     if known is None:
-        call = OperatorCall(torch_pass, (gradients, transposed, group_name))
-        call.plan((gradients[0].shape[0], left.shape[1], _num_columns(weights)), schedule)
-        names = left_name, *part_names("activation", len(weights)), "product", *part_names("weight_gradient", len(weights))
-        known = call.keep(key, names, _gradients_of_several_shapes(gradients, left, weights, group_name, schedule))
-    return known.run([left.contiguous(), *[gradient.contiguous() for gradient in gradients]], transposed)
+        call = OperatorCall(torch_pass, ([gradient], transposed, kept.group_name))
+        call.plan((left.shape[0], *weight.shape), kept.schedule)
+        shapes = _gradient_shapes(gradient, left, weight, kept.group_name, kept.schedule)
+        known = call.keep(key, (*names, *_gradient_names(kept)), shapes[:1] if totals.matrices else shapes)
+    return known.run([gradient.contiguous(), left.contiguous(), *totals.matrices], transposed)
 
 
-def _gradients_of_two(
-    torch_pass: TorchPass,
-    names: tuple[str, str],
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    group_name: str,
-    schedule: str,
-) -> Pair:
-    """Return the gradients of an operator's left operand and of its one weight.
-
-    `operands`: the result's gradient, the left operand and the weight. `names`: the buffers of the first two.
-    """
-    gradient, left, weight = operands
-    key = key_of((torch_pass, group_name, schedule), *operands)
-    known, transposed = known_call(key, group_name), [weight.t()]
-    if known is None:
-        call = OperatorCall(torch_pass, ([gradient], transposed, group_name))
-        call.plan((left.shape[0], *weight.shape), schedule)
-        shapes = _gradient_shapes(gradient, left, weight, group_name, schedule)
-        known = call.keep(key, (*names, "product", "weight_gradient"), shapes)
-    of_left, of_weight = known.run([gradient.contiguous(), left.contiguous()], transposed)
-    return of_left, of_weight
+def _gradient_names(kept: Kept) -> tuple[str, ...]:
+    """Return the buffers of totals, which are given, and of results."""
+    count = len(kept.weights)
+    if kept.totals.matrices:
+        return *part_names("weight_gradient" if kept.totals.are_set else MAIN_GRADIENT, count), "product"
+    return "product", *part_names("weight_gradient", count)
 
 
 def _num_columns(weights: Matrices) -> int:
@@ -311,6 +308,8 @@ def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str
 
 def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     """Return the gradients; if no weight needs one, nothing is gathered again."""
+    if is_wanted[1] and kept.totals.matrices:
+        return _added(all_gather_matmul_backward, (GATHER_BACKWARD, "shard"), gradients, kept)
     if is_wanted[1]:
         found = all_gather_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
         return found[0], found[1:]
@@ -321,6 +320,9 @@ def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
 
 def _reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     (gradient,), (weight,), left, group_name = gradients, kept.weights, kept.left, kept.group_name
+    if is_wanted[1] and kept.totals.matrices:
+        with _named(matmul_reduce_scatter_backward):
+            return _gradients_of_one(REDUCE_BACKWARD, ("shard", "activation"), gradient, kept)[0], [None]
     if is_wanted[1]:
         of_left, of_weight = matmul_reduce_scatter_backward(gradient, left, weight, group_name, kept.schedule)
         return of_left, [of_weight]
@@ -332,14 +334,15 @@ def _all_reduce_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool
     """Return the gradients. The product and all later work are the same on every rank, so its gradient is not summed."""
     (gradient,), (weight,) = gradients, kept.weights
     of_left = multiply(gradient, weight.t()) if is_wanted[0] else None
-    return of_left, [_weight_gradient(kept.left, gradient, weight) if is_wanted[1] else None]
+    return of_left, _weight_gradients(kept, gradients) if is_wanted[1] else [None]
 
 
 def _column_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     """Return the gradients. If the activation needs none, nothing is sent."""
     if not is_wanted[0]:
-        pairs = zip(gradients, kept.weights, strict=True)
-        return None, [_weight_gradient(kept.left, gradient, weight) for gradient, weight in pairs]
+        return None, _weight_gradients(kept, gradients)
+    if is_wanted[1] and kept.totals.matrices:
+        return _added(column_parallel_matmul_backward, (COLUMNS_BACKWARD, "left"), gradients, kept)
     if is_wanted[1]:
         found = column_parallel_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
         return found[0], found[1:]
@@ -348,11 +351,35 @@ def _column_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
     return matmuls_all_reduce(list(gradients), weights, kept.group_name, schedule), [None] * len(weights)
 
 
-def _weight_gradient(left: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return it in the layout of its weight, which is often a linear's, transposed: autograd would copy it from another.
-    torch.compile traces this, and drops an `out` with its layout.
+def _added(operator: Operator, named: tuple[TorchPass, str], gradients: Matrices, kept: Kept) -> Gradients:
+    """Return the left operand's gradient, after the totals took those of the weights. torch's dispatcher does not see
+    this, since its operators return what they compute; the profiler sees the operator's name.
     """
-    return multiply(left.t(), gradient) if weight.is_contiguous() else multiply(gradient.t(), left).t()
+    with _named(operator):
+        return _gradients_of_several(named, gradients, kept)[0], [None] * len(kept.weights)
+
+
+def _named(operator: Operator) -> AbstractContextManager[object]:
+    """Return a range of the profiler that is called like an operator."""
+    is_profiled = torch.autograd._profiler_enabled()
+    return record_function(f"counterpoint::{operator.name}") if is_profiled else nullcontext()
+
+
+def _weight_gradients(kept: Kept, gradients: Matrices) -> list[torch.Tensor | None]:
+    """Return the weights' gradients, unless totals take them, where nothing is sent.
+
+    They are in the layout of their weights, which are often those of linears, transposed: autograd would copy them from
+    another. torch.compile traces this, and drops an `out` with its layout.
+    """
+    left, totals = kept.left, kept.totals
+    if totals.matrices:
+        for gradient, total in zip(gradients, totals.matrices, strict=True):
+            set_product(left.t(), gradient, total, is_added=not totals.are_set)
+        return [None] * len(gradients)
+    return [
+        multiply(left.t(), gradient) if weight.is_contiguous() else multiply(gradient.t(), left).t()
+        for gradient, weight in zip(gradients, kept.weights, strict=True)
+    ]
 
 
 def _exchange_gradients(kept: Kept, gradients: Matrices, _is_wanted: tuple[bool, bool]) -> Gradients:

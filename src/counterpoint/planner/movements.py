@@ -146,7 +146,7 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
     """Propose to overlap each collective with the matmul that needs or feeds it, if a copy schedule promises enough, and
     experts' all-to-alls with the matmuls between them.
     """
-    able = list(_collectives(step, plan, Transport, OwnStream))
+    able = list(_collectives(step, plan, OwnStream))  # an operator takes a collective that copies would move as well
     calibration = load_calibration(machine)
     experts = ExpertModel(step, CostModel(machine, calibration), calibration)
     of_experts = [
