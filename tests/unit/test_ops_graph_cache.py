@@ -130,6 +130,8 @@ def test_there_are_never_more_than_the_limit_and_only_what_was_recorded_is_repla
         ("CUDA_DEVICE_MAX_CONNECTIONS", "many", True),
         ("COUNTERPOINT_RECORDINGS", "0", False),
         ("COUNTERPOINT_RECORDINGS", "1", True),
+        ("COUNTERPOINT_QUEUES", "8", True),
+        ("COUNTERPOINT_QUEUES", "1", False),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", False),
     ],
 )
@@ -141,6 +143,8 @@ def test_few_hardware_queues_no_cache_and_the_user_forbid_recording(
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     if value is not None:
         monkeypatch.setenv(variable, value)
+    if variable == "COUNTERPOINT_QUEUES":  # whatever the job's own variable says
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if holds else "8")
     assert is_possible() is holds
 
 

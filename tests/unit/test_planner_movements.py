@@ -192,6 +192,17 @@ def test_what_is_overlapped_is_not_offered_to_copy_engines_and_a_transport_besid
     assert makespan_us(gathering(), both) == makespan_us(gathering(), overlap)
 
 
+def test_where_copies_are_best_alone_operators_still_take_what_has_a_matmul() -> None:
+    """One gather runs beside a matmul that leaves it no SM; another one stands alone before its matmul."""
+    beside = collective("all_gather", 0, num_bytes=256 << 20), matmul(sizes=None), matmul(1, sizes=None)
+    step = step_of(matmul(), *beside, plain(), collective("all_gather", 4), matmul(5))
+    tuning = tune(step, H200, Simulator())
+    times_us = {trial.label: trial.makespan_us for trial in tuning.trials}
+    both = times_us["copy engines + overlap with matmuls"]
+    assert both < times_us["copy engines"] < times_us["overlap with matmuls"]
+    assert [control.tag for each in tuning.plan.directives for control in each.controls] == ["transport", "overlap_matmul"]
+
+
 # Copies and a sum
 
 

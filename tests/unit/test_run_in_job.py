@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from counterpoint.doctor.rules.queues import NAME as CONNECTIONS
 from counterpoint.integrations import job_paths
 from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE, SUCCEEDS_AFTER, JobAgent
-from counterpoint.supervised.environment import IN_JOB
+from counterpoint.supervised.environment import IN_JOB, QUEUES_VARIABLE
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, read_record, write_settings
 
 STEP = (
@@ -109,6 +110,24 @@ def test_a_process_that_is_no_rank_is_left_alone(tmp_path: Path) -> None:
     write_settings(tmp_path, LiveSettings(is_tuning=True))
     ended = python(STEP, tmp_path)
     assert (ended.stdout, ended.stderr) == ("done\n", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "of_cuda"),
+    [({}, "1"), ({QUEUES_VARIABLE: "8"}, "1"), ({QUEUES_VARIABLE: "8", "LOCAL_RANK": "0"}, "8"), ({"LOCAL_RANK": "0"}, "1")],
+)
+def test_cuda_reads_the_queues_that_were_asked_for_a_rank_and_the_job_its_own(
+    variables: dict[str, str], of_cuda: str, tmp_path: Path
+) -> None:
+    code = (
+        "import ctypes, os\n"
+        "read = ctypes.CDLL(None).getenv\n"
+        "read.restype = ctypes.c_char_p\n"
+        f"print(os.environ[{CONNECTIONS!r}], read({CONNECTIONS.encode()!r}).decode())"
+    )
+    ended = python(code, tmp_path, **{CONNECTIONS: "1", **variables})
+    assert (ended.stdout, ended.stderr) == (f"1 {of_cuda}\n", "")
+    assert python(code, None, **{CONNECTIONS: "1", **variables}).stdout == "1 1\n", "outside of a supervised job"
 
 
 def test_a_rank_without_a_gpu_goes_on_and_leaves_it_to_the_supervisor_to_say_so(tmp_path: Path) -> None:

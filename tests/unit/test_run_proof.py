@@ -197,6 +197,16 @@ def test_operators_record_calls_only_where_paths_are_switched_for_the_filter_see
     assert job_environment(*arguments, keeps_recordings=True)[recordings.SWITCH] == "1"
 
 
+def test_hardware_queues_are_asked_for_by_a_variable_that_operators_read(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    recordings = pytest.importorskip("counterpoint.ops.graph_cache")
+    arguments = ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, tmp_path, Path("/cache/filter.so"), Plan())
+    found = job_environment(*arguments, keeps_recordings=True, num_queues=8)
+    assert found[recordings.QUEUES] == "8"
+    assert found[recordings.CONNECTIONS] == "1", "which the job reads"
+    assert recordings.QUEUES not in job_environment(*arguments, keeps_recordings=True)
+
+
 @pytest.mark.parametrize("folder", ["/with space", "/with:colon"])
 def test_a_path_that_cannot_be_preloaded_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchFilterError, match="COUNTERPOINT_CACHE_DIR"):

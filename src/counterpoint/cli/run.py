@@ -55,6 +55,12 @@ NO_CONTROL_PAYS = (
 @click.option(
     "--bitwise", is_flag=True, help="Try only what keeps every bit of the results: no control that sums in another order."
 )
+@click.option(
+    "--queues",
+    type=int,
+    metavar="NUMBER",
+    help="Give each rank so many hardware queues. The job itself still finds its own CUDA_DEVICE_MAX_CONNECTIONS.",
+)
 @click.option("--strict", is_flag=True, help="Exit with code 3 if a control of the plan did not take effect.")
 def run(
     command: tuple[str, ...],
@@ -66,6 +72,7 @@ def run(
     budget: int,
     guard: int,
     bitwise: bool,
+    queues: int | None,
     strict: bool,
 ) -> None:
     """Run an unmodified job with a plan, or tune it while it runs.
@@ -73,12 +80,17 @@ def run(
     What took effect is printed on standard error at the end. Output, signals and exit status are the job's own. Without
     --plan and --tune, the job runs unchanged.
     """
+    from counterpoint.doctor.rules.queues import MOST_QUEUES  # noqa: PLC0415
     from counterpoint.plan import LEAVE_IT, load_plan  # noqa: PLC0415
     from counterpoint.supervised.run import RunRequest, run_job  # noqa: PLC0415  a fast --help
     from counterpoint.supervised.settings import LiveSettings  # noqa: PLC0415
     from counterpoint.supervised.signals import HeldSignals  # noqa: PLC0415
 
     _check_options(plan, step, output, is_tuning=tune)
+    if queues is not None and not 1 <= queues <= MOST_QUEUES:
+        raise CounterpointError(
+            f"--queues is 1 to {MOST_QUEUES}, which CUDA has at most; found {queues}. Give 8, its default."
+        )
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(
         command=command,
@@ -88,6 +100,7 @@ def run(
         guard_every_steps=guard,
         step=_load_step(step) if step is not None else None,
         keeps_bits=bitwise,
+        num_queues=queues,
     )
     with HeldSignals() as signals:  # a second signal must not lose the plan found or the exit status
         outcome = run_job(request, signals)
@@ -110,7 +123,7 @@ def _check_options(plan: Path | None, step: str | None, output: Path | None, *, 
         raise CounterpointError(f"'{step}' says what the operation numbers of a plan mean. Add --plan, or leave out --step.")
     if _is_given("budget") and not is_tuning:
         raise CounterpointError("--budget is for the steps that --tune may use. Add --tune, or leave out --budget.")
-    for name in ("guard", "bitwise", "strict") if not is_tuning and plan is None else ():
+    for name in ("guard", "bitwise", "queues", "strict") if not is_tuning and plan is None else ():
         if _is_given(name):
             raise CounterpointError(
                 f"--{name} is for the controls of --plan and --tune. Add one of them, or leave out --{name}."

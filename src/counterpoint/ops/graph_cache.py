@@ -38,6 +38,7 @@ NUM_SEEN_BEFORE = 2  # calls before one is recorded: recording takes about a ms,
 IDLE_CALLS = 8 * MAX_RECORDINGS  # LRU eviction: only recordings that were not replayed for this many calls
 SWITCH = "COUNTERPOINT_RECORDINGS"  # 0 turns recording off, for jobs whose other threads would disturb a capture
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+QUEUES = "COUNTERPOINT_QUEUES"  # set by `counterpoint run --queues`, which lets CUDA read another number
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other GPUs must not block each other
 
@@ -56,7 +57,7 @@ def is_possible() -> bool:
 
 def num_connections() -> int:
     """Return how many hardware queues the process has, as CUDA reads its variable: by its leading number."""
-    found = re.match(r"\s*\+?(\d+)", os.environ.get(CONNECTIONS, ""))
+    found = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUES) or os.environ.get(CONNECTIONS, ""))
     return int(found[1]) if found else LEAST_CONNECTIONS
 
 

@@ -12,12 +12,20 @@ from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 IN_JOB = Path(__file__).with_name("in_job")
 # a variable of `ops`: of calls replayed as graphs, the filter would see only the first
 RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"
+QUEUES_VARIABLE = "COUNTERPOINT_QUEUES"  # which `in_job/sitecustomize.py` and `ops` read
 
 
 def job_environment(
-    inherited: Mapping[str, str], directory: Path, library: Path, plan: Plan, *, keeps_recordings: bool
+    inherited: Mapping[str, str],
+    directory: Path,
+    library: Path,
+    plan: Plan,
+    *,
+    keeps_recordings: bool,
+    num_queues: int | None = None,
 ) -> dict[str, str]:
-    """Return the inherited environment with the job's settings in front of existing ones.
+    """Return the inherited environment with the job's settings in front of existing ones. `num_queues`: the hardware
+    queues of each rank, whatever the job's own variable says.
 
     Raises `LaunchFilterError` for a library whose path cannot be preloaded, `PlanError` if the user has set a variable
     to something else than the plan asks for.
@@ -32,6 +40,8 @@ def job_environment(
     environment[DIRECTORY_VARIABLE] = str(directory)
     if not keeps_recordings:
         environment[RECORDINGS_VARIABLE] = "0"
+    if num_queues is not None:
+        environment[QUEUES_VARIABLE] = str(num_queues)
     environment["PYTHONPATH"] = _in_front(str(IN_JOB), inherited.get("PYTHONPATH"))
     for name, wanted in plan_variables(plan).items():
         found = inherited.get(name, wanted)

@@ -51,7 +51,9 @@ NO_STEP = (
 
 
 class RunRequest(Value, frozen=True, kw_only=True):
-    """What to run and how. `step` resolves the operation numbers of a plan to kernel names."""
+    """What to run and how. `step` resolves the operation numbers of a plan to kernel names. `num_queues` are each rank's
+    hardware queues; None leaves them as they are.
+    """
 
     command: tuple[str, ...]
     plan: Plan = Plan()
@@ -60,6 +62,7 @@ class RunRequest(Value, frozen=True, kw_only=True):
     guard_every_steps: int = 500
     step: Step | None = None
     keeps_bits: bool = False
+    num_queues: int | None = None
 
     @property
     def is_filtered(self) -> bool:
@@ -139,6 +142,7 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
                 library,
                 request.plan,
                 keeps_recordings=settings.may_switch_paths,
+                num_queues=request.num_queues,
             )
             ended = _start(request.command, environment, signals)
             make_readable(directory)

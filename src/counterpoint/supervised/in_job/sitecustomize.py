@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # the same value as in `typing`, which would slow every start
     from typing import Any
 
 AWAITED = "torch.optim.optimizer"
+QUEUES, CONNECTIONS = "COUNTERPOINT_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS"
+RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")  # launchers set one of them for each rank
 
 
 def report(problem: Exception) -> None:
@@ -155,6 +157,17 @@ def leave_path() -> None:
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != here]
 
 
+def set_queues() -> None:
+    """Tell CUDA how many hardware queues a rank has. CUDA reads the process's environment, of which Python made a copy at
+    its start. So the job still finds its own value, which some frameworks check.
+    """
+    number = os.environ.get(QUEUES)
+    if number and any(name in os.environ for name in RANKS):
+        import ctypes  # noqa: PLC0415  only where it is needed: it would slow every start
+
+        ctypes.CDLL(None).setenv(CONNECTIONS.encode(), number.encode(), 1)
+
+
 def run_next() -> None:
     """Run the start-up hook that this one hides; Python reports its errors as it would otherwise."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
@@ -167,5 +180,6 @@ def run_next() -> None:
 
 leave_path()
 if os.environ.get("COUNTERPOINT_FILTER_DIRECTORY"):
+    set_queues()
     sys.meta_path.insert(0, AwaitedImport(OptimizerWatch().register))
 run_next()
