@@ -24,7 +24,7 @@ from counterpoint.value import require
 
 FEW_QUEUES = (
     f"{CONNECTIONS} is %d, so copies of operators wait for matmuls. Unset it if the job allows, since operators replace the "
-    "collectives for whose order it is set."
+    "collectives for whose order it is set; or start the job by `counterpoint run --queues 8`."
 )
 Figures = tuple[int, int, int, int, int]  # calls by copies, by the library, bytes, replayed calls, original modules
 
