@@ -97,6 +97,7 @@ GROUPS = {
         "megatron_first_micro_batch",
         "megatron_whole_operators",
         "megatron_other_calls",
+        "megatron_saved_tensors",
         "megatron_refusals",
     ),
     "the rest": (

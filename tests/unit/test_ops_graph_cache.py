@@ -3,7 +3,9 @@
 And what a capture leaves behind, on a double of torch: nothing, if it fails at any point.
 """
 
+import ctypes
 import gc
+import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import torch
 
 from counterpoint.ops import allocations, graph_cache
 from counterpoint.ops.computation import half_precision_settings
-from counterpoint.ops.graph_cache import NUM_SEEN_BEFORE, Recordings, capture, is_possible
+from counterpoint.ops.graph_cache import CONNECTIONS, NUM_SEEN_BEFORE, Recordings, capture, is_possible, num_connections
 
 
 class Graph:
@@ -130,8 +132,6 @@ def test_there_are_never_more_than_the_limit_and_only_what_was_recorded_is_repla
         ("CUDA_DEVICE_MAX_CONNECTIONS", "many", True),
         ("COUNTERPOINT_RECORDINGS", "0", False),
         ("COUNTERPOINT_RECORDINGS", "1", True),
-        ("COUNTERPOINT_QUEUES", "8", True),
-        ("COUNTERPOINT_QUEUES", "1", False),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", False),
     ],
 )
@@ -143,9 +143,17 @@ def test_few_hardware_queues_no_cache_and_the_user_forbid_recording(
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     if value is not None:
         monkeypatch.setenv(variable, value)
-    if variable == "COUNTERPOINT_QUEUES":  # whatever the job's own variable says
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if holds else "8")
     assert is_possible() is holds
+
+
+@pytest.mark.parametrize(("of_python", "of_process"), [("1", "8"), ("8", "1")])
+def test_the_number_of_queues_is_that_of_the_process_which_cuda_reads(
+    monkeypatch: pytest.MonkeyPatch, of_python: str, of_process: str
+) -> None:
+    monkeypatch.setenv(CONNECTIONS, of_python)
+    ctypes.CDLL(None).setenv(CONNECTIONS.encode(), of_process.encode(), 1)
+    assert os.environ[CONNECTIONS] == of_python
+    assert num_connections() == int(of_process)
 
 
 def test_an_allocator_whose_captured_memory_belongs_to_one_graph_forbids_recording(monkeypatch: pytest.MonkeyPatch) -> None:

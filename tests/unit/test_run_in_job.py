@@ -13,6 +13,7 @@ import torch
 
 from counterpoint.doctor.rules.queues import NAME as CONNECTIONS
 from counterpoint.integrations import job_paths
+from counterpoint.ranks import RANK_VARIABLES
 from counterpoint.supervised.agent import RANK_PROCESS_VARIABLE, SUCCEEDS_AFTER, JobAgent
 from counterpoint.supervised.environment import IN_JOB, QUEUES_VARIABLE
 from counterpoint.supervised.settings import DIRECTORY_VARIABLE, LiveSettings, read_record, write_settings
@@ -114,7 +115,7 @@ def test_a_process_that_is_no_rank_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "of_cuda"),
-    [({}, "1"), ({QUEUES_VARIABLE: "8"}, "1"), ({QUEUES_VARIABLE: "8", "LOCAL_RANK": "0"}, "8"), ({"LOCAL_RANK": "0"}, "1")],
+    [({}, "1"), ({QUEUES_VARIABLE: "8"}, "1"), *[({QUEUES_VARIABLE: "8", each: "0"}, "8") for each in RANK_VARIABLES]],
 )
 def test_cuda_reads_the_queues_that_were_asked_for_a_rank_and_the_job_its_own(
     variables: dict[str, str], of_cuda: str, tmp_path: Path
@@ -126,7 +127,7 @@ def test_cuda_reads_the_queues_that_were_asked_for_a_rank_and_the_job_its_own(
         f"print(os.environ[{CONNECTIONS!r}], read({CONNECTIONS.encode()!r}).decode())"
     )
     ended = python(code, tmp_path, **{CONNECTIONS: "1", **variables})
-    assert (ended.stdout, ended.stderr) == (f"1 {of_cuda}\n", "")
+    assert ended.stdout == f"1 {of_cuda}\n", ended.stderr
     assert python(code, None, **{CONNECTIONS: "1", **variables}).stdout == "1 1\n", "outside of a supervised job"
 
 

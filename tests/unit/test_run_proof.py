@@ -19,7 +19,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.report.run import print_measured, print_outcome
 from counterpoint.schedule import SEQUENTIAL
 from counterpoint.supervised.applicable import plan_variables, variable_remarks
-from counterpoint.supervised.environment import IN_JOB, job_environment
+from counterpoint.supervised.environment import IN_JOB, QUEUES_VARIABLE, job_environment
 from counterpoint.supervised.process import Ended
 from counterpoint.supervised.proof import ControlProof, ProcessProof, count_setting, prove_paths, prove_process, prove_rule
 from counterpoint.supervised.run import RunOutcome, prove_setting
@@ -197,14 +197,12 @@ def test_operators_record_calls_only_where_paths_are_switched_for_the_filter_see
     assert job_environment(*arguments, keeps_recordings=True)[recordings.SWITCH] == "1"
 
 
-def test_hardware_queues_are_asked_for_by_a_variable_that_operators_read(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    recordings = pytest.importorskip("counterpoint.ops.graph_cache")
+def test_hardware_queues_are_asked_for_by_a_variable_of_our_own(tmp_path: Path) -> None:
     arguments = ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, tmp_path, Path("/cache/filter.so"), Plan())
     found = job_environment(*arguments, keeps_recordings=True, num_queues=8)
-    assert found[recordings.QUEUES] == "8"
-    assert found[recordings.CONNECTIONS] == "1", "which the job reads"
-    assert recordings.QUEUES not in job_environment(*arguments, keeps_recordings=True)
+    assert found[QUEUES_VARIABLE] == "8"
+    assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1", "which the job reads"
+    assert QUEUES_VARIABLE not in job_environment(*arguments, keeps_recordings=True)
 
 
 @pytest.mark.parametrize("folder", ["/with space", "/with:colon"])

@@ -23,7 +23,7 @@ from counterpoint.integrations.sequence_shards import (
     with_tokens_at,
 )
 from counterpoint.ops import operators
-from counterpoint.ops.dispatch import NO_TOTALS, PLAIN_TYPES, MainTotals, Operator, is_observed, keep_for_backward
+from counterpoint.ops.dispatch import NO_TOTALS, PLAIN_TYPES, Kept, MainTotals, Operator, is_observed
 from counterpoint.ops.operator_call import Key, earlier_call, key_of
 
 # Inputs of up to so many elements may skip the operator: those of decoding. Their calls take the host longer than the GPU.
@@ -99,11 +99,14 @@ class EagerLinear:
 
         The products are reshaped in place, because autograd forbids in-place changes of views that a function returned.
         """
-        rows, transposed = rows_of(local, self.dim), [local_of(weight).t() for weight in weights]
+        own = [local_of(weight) for weight in weights]
+        rows, transposed = rows_of(local, self.dim), [weight.t() for weight in own]
         group_name, num_ranks, schedule = self.route
         if ctx is not None:
-            keep_for_backward(ctx, rows, transposed, (group_name, schedule))
             ctx.sizes = local.shape
+            ctx.set_materialize_grads(False)
+            # weights themselves, which some hooks of the job know; and of tokens only their number, if weights are frozen
+            ctx.save_for_backward(rows if any(ctx.needs_input_grad[3:]) else rows.new_empty(rows.shape[0], 0), *own)
         sizes, dim = local.shape, self.dim
         num_tokens = sizes[dim]
         if self._gathers:
@@ -129,7 +132,9 @@ class EagerLinear:
         of the weights go to the `totals` instead, if there are any.
         """
         rows = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        of_rows, of_weights = self.operator.differentiate(ctx, rows, is_wanted, totals)
+        left, *own = ctx.saved_tensors
+        kept = Kept(left, [weight.t() for weight in own], (self.route.group_name, self.route.schedule), totals)
+        of_rows, of_weights = self.operator.differentiate_kept(kept, rows, is_wanted)
         sizes, dim = ctx.sizes, self.dim
         of_input = (
             None if of_rows is None else with_tokens_at(dim, of_rows, (sizes[dim], *sizes[:dim], *sizes[dim + 1 : -1]))
@@ -170,7 +175,7 @@ class _Multiply(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         is_wanted, main = (ctx.needs_input_grad[2], any(ctx.needs_input_grad[3:])), ctx.main
-        is_total = main is not None and is_wanted[1]
+        is_total = main is not None and is_wanted[1] and gradients[0] is not None
         totals = MainTotals((main.total.t(),), main.is_first) if is_total else NO_TOTALS
         of_input, of_weights = ctx.linear.differentiate(ctx, gradients, is_wanted, totals)
         if is_total:

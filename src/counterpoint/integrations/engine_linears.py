@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from counterpoint.integrations.main_gradients import MainGradient, main_gradient_of
+from counterpoint.integrations.main_gradients import MainGradient, is_kept_elsewhere, main_gradient_of
 from counterpoint.integrations.plain_linears import PlainLinear
 from counterpoint.integrations.sequence_shards import Route, cast_for_matmul, runs_originally
 from counterpoint.integrations.switched_hooks import Switch
@@ -21,8 +21,14 @@ from counterpoint.ops.dispatch import PLAIN_TYPES
 ENGINE = "transformer_engine.pytorch."
 OF_MEGATRON = "megatron.core.extensions.transformer_engine"
 KINDS = ("Linear", "LayerNormLinear")
-OVERLAPPED = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad")
-IN_BULK = ("ub_bulk_dgrad", "ub_bulk_wgrad")
+# forwards of Megatron-LM's classes that call TransformerEngine's, and return a bias as well
+WRAPPED = ("TELinear.forward", "TELayerNormColumnParallelLinear.forward")
+# attributes of linears that TransformerEngine overlaps itself; those in the last line are of releases before 2
+OVERLAPPED = (
+    *("ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad"),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_overlap_ag", "ub_overlap_rs"),
+    *("ub_split_ag", "ub_split_rs", "ub_atomic_gemm_ag", "ub_atomic_gemm_rs"),
+)
 
 
 def is_split(module: nn.Module) -> bool:
@@ -40,16 +46,15 @@ def refusal_of(module: nn.Module) -> str:
     linear, home = _untyped(module), _home_class(module)
     if home is None:
         return f"only TransformerEngine's {' and '.join(KINDS)} are supported, and this is a {type(linear).__name__}"
-    own = _forward_function(linear)
-    if own is not vars(home)["forward"] and getattr(own, "__module__", "") != OF_MEGATRON:
+    if getattr(linear.forward, "__func__", None) is not vars(home)["forward"] and not _is_of_megatron(linear):
         return f"its forward is not that of TransformerEngine's {home.__name__}, and operators compute no other formula"
-    if any(getattr(linear, name, False) for name in (*OVERLAPPED, *IN_BULK)):
+    if any(getattr(linear, name, False) for name in OVERLAPPED):
         return "TransformerEngine overlaps it itself. Leave it unchanged, or set tp_comm_overlap=False"
     if list(linear.weight_names) != ["weight"]:
         return f"its weight is split into {len(linear.weight_names)}. Set parameters_split=None"
-    if not getattr(linear, "tp_group_initialized", False):
+    if not getattr(linear, "tp_group_initialized", False) or linear.tp_group is None:
         return "it has no group yet. Call its set_tensor_parallel_group first"
-    if home.__name__ == KINDS[1] and linear.return_layernorm_output:
+    if getattr(linear, "return_layernorm_output", False):
         return "it returns the output of its norm as well, and operators do not. Set return_layernorm_output=False"
     store = getattr(linear, "wgrad_store", None)
     if store is not None and store.delay_wgrad_compute():
@@ -58,8 +63,6 @@ def refusal_of(module: nn.Module) -> str:
         return "TransformerEngine sums its outputs in symmetric memory. Leave it unchanged, or set symmetric_ar_type=None"
     if getattr(linear, "te_quant_params", None) is not None:
         return "its types are set for it alone, and may be of 8 bits. Leave it unchanged"
-    if getattr(linear.weight, "overwrite_main_grad", False) or hasattr(linear.weight, "get_main_grad"):
-        return "Megatron-FSDP keeps its weight's gradient, and operators do not know how. Leave it unchanged"
     return ""
 
 
@@ -77,23 +80,25 @@ class EngineForward:
     def __init__(self, linear: Any, home: str, switch: Switch, route: Route) -> None:
         self.linear, self._home, self.route = linear, home, route
         self._forward, self._switch, self._plain = linear.forward, switch, PlainLinear(route)
-        self._is_of_megatron = getattr(_forward_function(linear), "__module__", "") == OF_MEGATRON
+        self._is_of_megatron = _is_of_megatron(linear)
         self._norm = _norm_of(linear)
 
-    def run(self, inp: torch.Tensor, is_first_microbatch: bool | None = None, **named: Any) -> Any:
-        """Return what the linear's own forward does, which runs in any other case."""
-        linear, is_on = self.linear, self._switch.holds
+    def run(self, *given: Any, **named: Any) -> Any:
+        """Return what the linear's own forward does, which runs where it is asked for more than a product."""
+        linear, is_on, asked = self.linear, self._switch.holds, self._asked(given, named)
         is_scattered = linear.parallel_mode == "row" and linear.sequence_parallel
-        if self._is_of_megatron:
-            is_first_microbatch = None if linear.disable_parameter_transpose_cache else linear.is_first_microbatch
-        activation = inp.shape, 0, self.route.num_ranks if is_scattered else 1
-        if not (is_on and self._sends(inp)) or runs_originally(activation, self.route, self._obstacle(inp, named)):
-            given = (inp,) if self._is_of_megatron else (inp, is_first_microbatch)
+        num_parts = self.route.num_ranks if is_scattered else 1
+        if (
+            asked is None
+            or not (is_on and self._sends(asked[0]))
+            or runs_originally((asked[0].shape, 0, num_parts), self.route, self._obstacle(asked[0]))
+        ):
             outputs = self._forward(*given, **named)
             if not is_on:
                 self._switch.watch(outputs[0] if isinstance(outputs, tuple) else outputs)
             return outputs
-        main = self._main(is_first_microbatch)
+        inp, is_first = asked
+        main = self._main(is_first)
         if linear.parallel_mode == "row":
             product = self._plain.rows(inp, linear.weight, main, is_scattered=is_scattered)
         else:
@@ -106,16 +111,33 @@ class EngineForward:
         is_whole = self.linear.parallel_mode == "column" and not self.linear.sequence_parallel
         return not is_whole or (torch.is_grad_enabled() and inp.requires_grad)
 
-    def _obstacle(self, inp: torch.Tensor, named: dict[str, Any]) -> str:
+    def _asked(self, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor, bool | None] | None:
+        """Return the input, and whether this is the first micro-batch; None for a call that asks for anything else."""
+        linear, rest = self.linear, dict(named)
+        inp = given[0] if given else rest.pop("x" if self._is_of_megatron else "inp", None)
+        if self._is_of_megatron:
+            is_first = None if linear.disable_parameter_transpose_cache else linear.is_first_microbatch
+        else:
+            is_first = given[1] if len(given) > 1 else rest.pop("is_first_microbatch", None)
+        num_known = 1 if self._is_of_megatron else 2
+        others = (*given[num_known:], *rest.values())
+        is_plain = isinstance(inp, torch.Tensor) and all(each is None or each is False for each in others)
+        return (inp, is_first) if is_plain else None
+
+    def _obstacle(self, inp: torch.Tensor) -> str:
         """Return what TransformerEngine does besides multiplying by a plain weight; or nothing."""
         linear, engine = self.linear, sys.modules[self._home]
         if torch.compiler.is_compiling():
             return "a compiled call of TransformerEngine"
         if engine.FP8GlobalStateManager.is_fp8_enabled() or engine.FP8GlobalStateManager.is_fp8_calibration():
             return "a call in TransformerEngine's types of 8 or 4 bits"
-        if type(linear.weight) not in PLAIN_TYPES or type(inp) not in PLAIN_TYPES or any(named.values()):
+        if type(linear.weight) not in PLAIN_TYPES or type(inp) not in PLAIN_TYPES:
             return "tensors that are not plain"
-        if engine.is_cpu_offload_enabled():
+        if getattr(linear, "return_layernorm_output", False):
+            return "a call that returns the output of the norm as well"
+        if is_kept_elsewhere(linear.weight):
+            return "a weight that sharded data parallelism keeps"
+        if getattr(engine, "is_cpu_offload_enabled", bool)():
             return "activations that TransformerEngine moves to the host"
         if linear.fuse_wgrad_accumulation and getattr(linear.weight, "main_grad", None) is None:
             return "a weight without main_grad"
@@ -155,8 +177,10 @@ def _home_class(module: nn.Module) -> type | None:
     return home if home is not None and home.__name__ in KINDS else None
 
 
-def _forward_function(linear: Any) -> Any:
-    return getattr(linear.forward, "__func__", None)
+def _is_of_megatron(linear: Any) -> bool:
+    """Return whether a linear is one of Megatron-LM's classes around TransformerEngine's."""
+    forward: Any = getattr(linear.forward, "__func__", None)
+    return getattr(forward, "__module__", "") == OF_MEGATRON and forward.__qualname__ in WRAPPED
 
 
 def _norm_of(linear: Any) -> Any:
@@ -165,7 +189,7 @@ def _norm_of(linear: Any) -> Any:
         return None
     made = getattr(sys.modules[f"{ENGINE[:-1]}"], linear.normalization)
     kept = {"eps": linear.eps, "zero_centered_gamma": linear.zero_centered_gamma}
-    return made(linear.layer_norm_weight.shape[0], device="meta", dtype=linear.layer_norm_weight.dtype, **kept)
+    return made(linear.layer_norm_weight.shape[0], device="meta", **kept)
 
 
 def _untyped(module: nn.Module) -> Any:

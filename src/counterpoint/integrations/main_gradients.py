@@ -5,6 +5,11 @@ from typing import Any, final
 
 import torch
 
+from counterpoint.ops.dispatch import is_observed
+
+# attributes that Megatron-FSDP, and custom_fsdp before it, give to weights (read in Megatron-LM's core 0.12 and 0.19)
+KEPT_ELSEWHERE = ("get_main_grad", "__fsdp_param__", "fsdp_managed_main_grad")
+
 
 @final
 class MainGradient:
@@ -29,8 +34,14 @@ class MainGradient:
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        sign = _without_values(weight.shape, weight.dtype, weight.device)
+        make = _without_values.__wrapped__ if is_observed() else _without_values  # a mode's tensors are not kept
+        sign: torch.Tensor = make(weight.shape, weight.dtype, weight.device)
         return (sign.zero_() if getattr(weight, "zero_out_wgrad", False) else sign).detach()  # autograd takes what is new
+
+
+def is_kept_elsewhere(weight: torch.Tensor) -> bool:
+    """Return whether a framework of sharded data parallelism, as Megatron-LM's, keeps a weight and its gradient itself."""
+    return bool(getattr(weight, "overwrite_main_grad", False)) or any(hasattr(weight, name) for name in KEPT_ELSEWHERE)
 
 
 def main_gradient_of(weight: torch.Tensor, *, is_first: bool = False) -> MainGradient | None:

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import nn
 
-from counterpoint.integrations.main_gradients import MainGradient, main_gradient_of
+from counterpoint.integrations.main_gradients import MainGradient, is_kept_elsewhere, main_gradient_of
 from counterpoint.integrations.plain_linears import PlainLinear
-from counterpoint.integrations.sequence_shards import Route, cast_for_matmul, runs_originally
+from counterpoint.integrations.sequence_shards import Route, runs_originally
 from counterpoint.integrations.switched_hooks import Switch
 
 COLUMN, ROW = "ColumnParallelLinear", "RowParallelLinear"
@@ -31,7 +31,7 @@ def refusal_of(module: nn.Module) -> str:
     """Return why a linear that `is_split` stays unchanged; nothing for one that operators multiply."""
     home, linear = _home_class(module), _untyped(module)
     assert home is not None, "only linears that are split come here"
-    if getattr(linear.forward, "__func__", None) is not vars(home)["forward"]:
+    if not _has_own_formula(linear, home):
         return f"its forward is not that of Megatron-LM's {home.__name__}, and operators compute no other formula"
     if linear.explicit_expert_comm:
         return "Megatron-LM's experts send their tokens outside of it. Leave it unchanged"
@@ -70,8 +70,8 @@ class MegatronColumn:
         is_gathered = linear.sequence_parallel  # Megatron-LM's inference changes it from call to call
         is_summed = linear.allreduce_dgrad and torch.is_grad_enabled() and input_.requires_grad
         gathers_output = linear.gather_output if runtime_gather_output is None else runtime_gather_output
-        obstacle = "an output that is gathered" if gathers_output else _obstacle(linear, used)
-        is_asked = is_on and (is_gathered or is_summed) and _fits(used, linear)
+        is_asked = is_on and (is_gathered or is_summed) and used is not None and _fits(used, linear)
+        obstacle = "an output that is gathered" if gathers_output else _obstacle(linear, used) if is_asked else ""
         if not is_asked or runs_originally((input_.shape, 0, 1), self.route, obstacle):
             output, bias = self._forward(input_, weight, runtime_gather_output)
             return output if is_on else self._switch.watch(output), bias
@@ -107,6 +107,15 @@ def _home_class(module: nn.Module) -> type | None:
     return home if home is not None and _num_ranks(module) > 1 else None
 
 
+def _has_own_formula(linear: Any, home: type) -> bool:
+    """Return whether a linear computes what its class of Megatron-LM does, which neither it nor a patch has changed."""
+    forward = vars(home)["forward"]
+    if getattr(linear.forward, "__func__", None) is not forward or forward.__module__ != HOME:
+        return False
+    implemented = vars(home).get("_forward_impl")  # earlier releases set it in each call
+    return implemented is None or getattr(linear._forward_impl, "__func__", None) is implemented
+
+
 def _num_ranks(linear: Any) -> int:
     """Return how many ranks share a linear of Megatron-LM's core, which splits its columns or rows into equal parts."""
     part = getattr(linear, "output_size_per_partition", 0)
@@ -128,6 +137,8 @@ def _obstacle(linear: Any, weight: torch.Tensor) -> str:
         return "a weight whose gradient Megatron-LM computes later"
     if getattr(config, "_cpu_offloading_context", None) is not None:
         return "activations that Megatron-LM moves to the host"
+    if is_kept_elsewhere(weight):
+        return "a weight that sharded data parallelism keeps"
     if linear.gradient_accumulation_fusion and getattr(weight, "main_grad", None) is None:
         return "a weight without main_grad"
     return ""
@@ -144,11 +155,11 @@ def _fits(weight: torch.Tensor, linear: Any) -> bool:
 
 
 def _with_bias(linear: Any, product: torch.Tensor) -> Output:
-    """Add the bias, or return it for the caller to add."""
+    """Add the bias in its own type, or return it for the caller to add."""
     bias = linear.bias
     if linear.skip_bias_add or bias is None:
         return product, bias
-    return product + cast_for_matmul(bias), None
+    return product + bias, None
 
 
 def _untyped(module: nn.Module) -> Any:

@@ -63,12 +63,12 @@ class PreparedOverlaps:
         """Take over the parts of these models that were not taken before."""
         for root in roots:
             for each in self._integrations:
-                if not each.waiting(root):
-                    reason = each.why_none(root)
-                    if reason:
-                        self._refused.setdefault(each.integration, reason)
-                    continue
                 try:
+                    if not each.waiting(root):
+                        reason = each.why_none(root)
+                        if reason:
+                            self._refused.setdefault(each.integration, reason)
+                        continue
                     taken = each.take(root)
                     taken.switch.is_watching = True
                     taken.leave_counts_to(self._taken[each.integration])  # else calls of models in one group count twice

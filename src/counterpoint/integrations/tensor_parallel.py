@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate, Shard
 
-from counterpoint.errors import IntegrationError
+from counterpoint.errors import IntegrationError, reason_of
 from counterpoint.integrations import engine_linears, megatron_linears
 from counterpoint.integrations.deferred_inputs import defer_inputs
 from counterpoint.integrations.eager_linears import OPERATORS as EAGER_OPERATORS
@@ -60,6 +60,7 @@ from counterpoint.value import require
 
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_linears", "why_none_waits"]
 
+UNKNOWN_RELEASE = "this release of Megatron-LM or TransformerEngine is not known ({}). Leave it unchanged"
 PlainForward: TypeAlias = MegatronForward | EngineForward
 # The operators that a policy of selective activation checkpointing sees instead of matmuls and collectives: those whose
 # results it saves are not computed and communicated again in the backward pass
@@ -73,8 +74,18 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     before `use(True)`. Raises `IntegrationError` if no linear is supported, or if one of them is already overlapped.
     """
     _check_arguments(module, schedule)
-    text = "" if schedule is None else msgspec.json.encode(schedule).decode()
     overlapped = Overlapped(is_on=is_on)
+    try:
+        _take_linears(overlapped, module, "" if schedule is None else msgspec.json.encode(schedule).decode())
+    except BaseException:
+        overlapped.undo()
+        raise
+    overlapped.say_obstacles()
+    return overlapped
+
+
+def _take_linears(overlapped: Overlapped, module: nn.Module, text: str) -> None:
+    """Take all linears of a model that are supported. Raises `IntegrationError` if there is none."""
     # FSDP2's weights are DTensors, too
     sharded = {part for each in module.modules() if isinstance(each, FSDPModule) for part in each.modules()}
     parallel = [(name, each) for name, each in module.named_modules() if is_parallel(each)]
@@ -117,8 +128,6 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
         if any(column.shared is inputs and column.is_whole and len(column.group) > 1 for column in columns.values()):
             overlapped.finish_with(module.get_submodule(parent), inputs)
     overlapped.require_taken(f"No linear of {type(module).__name__}")
-    overlapped.say_obstacles()
-    return overlapped
 
 
 def waiting_linears(module: nn.Module) -> list[nn.Module]:
@@ -133,7 +142,7 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
     ] + [
         each
         for each in module.modules()
-        if (family := _family_of(each)) and not is_overlapped(each, PlainForward) and not family.refusal_of(each)
+        if _family_of(each) and not is_overlapped(each, PlainForward) and not _refusal_of_plain(each)
     ]
 
 
@@ -143,7 +152,7 @@ def why_none_waits(module: nn.Module) -> str:
     for name, each in module.named_modules():
         if is_parallel(each) and is_split(each) and isinstance(reason := _layout_within(name, each, boundaries), str):
             return f"{name or 'the linear'}: {reason}"
-        if (family := _family_of(each)) and (reason := family.refusal_of(each)):
+        if _family_of(each) and (reason := _refusal_of_plain(each)):
             return f"{name or 'the linear'}: {reason}"
     return ""
 
@@ -209,12 +218,25 @@ def _keep_parts(
 def _take_plain(overlapped: Overlapped, name: str, linear: nn.Module, schedule: str) -> None:
     family = _family_of(linear)
     assert family is not None, "only linears of a family come here"
-    reason = family.refusal_of(linear)
+    reason = _refusal_of_plain(linear)
     if reason:
         overlapped.refused[name] = reason
-    else:
+        return
+    try:
         forward = family.forward_of(linear, overlapped.switch, schedule)
+    except Exception as problem:
+        overlapped.refused[name] = UNKNOWN_RELEASE.format(reason_of(problem))
+    else:
         overlapped.take(name, linear, forward.run, forward.route.group_name)
+
+
+def _refusal_of_plain(linear: nn.Module) -> str:
+    """Return why a linear of a family stays unchanged; nothing for one that operators multiply."""
+    try:
+        reason: str = _family_of(linear).refusal_of(linear)  # type: ignore[union-attr]
+    except Exception as problem:  # attributes that another release does not have
+        return UNKNOWN_RELEASE.format(reason_of(problem))
+    return reason
 
 
 def _family_of(module: nn.Module) -> Any | None:

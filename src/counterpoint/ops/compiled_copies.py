@@ -5,6 +5,7 @@ A call that repeats at the same addresses is recorded and replayed (`graph_cache
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple, final
 
 import torch
@@ -39,6 +40,7 @@ from counterpoint.schedule.actions import COMPUTATION_KINDS, FIRST_COMPUTE, Buff
 from counterpoint.schedule.program import FREE, Flag, Instruction, Program
 
 RECORDED_TYPES = (torch.bfloat16, torch.float16)  # other types' matmuls depend on more of torch's settings
+DTYPE = attrgetter("dtype")
 USE_FIRST_STREAM = use_stream(FIRST_COMPUTE)
 CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
@@ -139,13 +141,16 @@ class CompiledCopies(AbstractCompiledSchedule):
 
     def _key(self, operands: Tensors, weights: Weights) -> Key:
         """Return everything that determines what a call issues: addresses, strides, and torch's settings for
-        half-precision matmuls. The schedule stands for shapes and type.
+        half-precision matmuls. The schedule stands for shapes and type; names and types tell what becomes of a total of
+        weight gradients.
         """
         tensors = (*weights, *operands.values())
         return (
             self,  # not its id, which another schedule could get later
             *map(torch.Tensor.data_ptr, tensors),
             *map(torch.Tensor.stride, tensors),
+            *operands,
+            *map(DTYPE, operands.values()),
             *(weight.shape for weight in weights[1:]),  # how columns are divided among several
             half_precision_settings(),
             torch._C._cuda_tunableop_is_enabled(),  # builds for CPUs lack it

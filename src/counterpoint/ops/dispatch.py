@@ -128,15 +128,24 @@ class Operator:
 
         If there are `totals`, those of the weights go there instead.
         """
+        left, *weights = ctx.saved_tensors
+        return self.differentiate_kept(Kept(left, weights, (ctx.group_name, ctx.schedule), totals), gradients, is_wanted)
+
+    def differentiate_kept(
+        self, kept: Kept, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]
+    ) -> Gradients:
+        """Return the gradients of what was kept; of the left operand only the number of rows counts if no weight needs a
+        gradient.
+        """
         assert self._gradients is not None
         refuse_second_derivative(self.name)
-        left, *weights = ctx.saved_tensors
+        weights = kept.weights
         used = next((each for each in gradients if each is not None), None)
         if used is None:
             return None, [None] * len(weights)
         pairs = zip(gradients, weights, strict=True)
         whole = [used.new_zeros(used.shape[0], weight.shape[1]) if each is None else each for each, weight in pairs]
-        of_left, found = self._gradients(Kept(left, weights, (ctx.group_name, ctx.schedule), totals), whole, is_wanted)
+        of_left, found = self._gradients(kept, whole, is_wanted)
         return of_left, [None if each is None else of for each, of in zip(gradients, found, strict=True)]
 
     def _differentiate_custom(self, ctx: Any, gradient: Any) -> tuple[Any, ...]:

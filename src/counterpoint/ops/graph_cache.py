@@ -12,6 +12,7 @@ This module knows nothing of schedules: a key holds everything that a call would
 of torch's native class, so a job that patches `torch.cuda.CUDAGraph` finds its own graphs and none of these.
 """
 
+import ctypes
 import logging
 import os
 import re
@@ -38,7 +39,6 @@ NUM_SEEN_BEFORE = 2  # calls before one is recorded: recording takes about a ms,
 IDLE_CALLS = 8 * MAX_RECORDINGS  # LRU eviction: only recordings that were not replayed for this many calls
 SWITCH = "COUNTERPOINT_RECORDINGS"  # 0 turns recording off, for jobs whose other threads would disturb a capture
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-QUEUES = "COUNTERPOINT_QUEUES"  # set by `counterpoint run --queues`, which lets CUDA read another number
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 LEAST_CONNECTIONS = 8  # CUDA's default; branches of a graph that wait for other GPUs must not block each other
 
@@ -56,9 +56,18 @@ def is_possible() -> bool:
 
 
 def num_connections() -> int:
-    """Return how many hardware queues the process has, as CUDA reads its variable: by its leading number."""
-    found = re.match(r"\s*\+?(\d+)", os.environ.get(QUEUES) or os.environ.get(CONNECTIONS, ""))
+    """Return how many hardware queues the process has, as CUDA reads its variable: by its leading number, in the process's
+    own environment, where `counterpoint run --queues` writes another number than Python's copy has.
+    """
+    found = re.match(r"\s*\+?(\d+)", (_libc().getenv(CONNECTIONS.encode()) or b"").decode(errors="replace"))
     return int(found[1]) if found else LEAST_CONNECTIONS
+
+
+@cache
+def _libc() -> Any:
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_char_p
+    return library
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from counterpoint.supervised.settings import DIRECTORY_VARIABLE
 IN_JOB = Path(__file__).with_name("in_job")
 # a variable of `ops`: of calls replayed as graphs, the filter would see only the first
 RECORDINGS_VARIABLE = "COUNTERPOINT_RECORDINGS"
-QUEUES_VARIABLE = "COUNTERPOINT_QUEUES"  # which `in_job/sitecustomize.py` and `ops` read
+QUEUES_VARIABLE = "COUNTERPOINT_QUEUES"  # which `in_job/sitecustomize.py` reads
 
 
 def job_environment(

@@ -13,6 +13,7 @@ from counterpoint.cuda.ranks import wait_until_all_leave
 from counterpoint.integrations import tensor_parallel
 
 FEATURES, COLUMNS, TOKENS = 2048, 4096, 4096
+NUM_REPEATED = 6  # calls are recorded when they come the third time
 ROUNDING = 1e-2  # of bf16, relative to the norm
 
 
@@ -58,6 +59,15 @@ def results_of(pair: Pair, tokens: torch.Tensor, *is_first: bool | None) -> list
     return [output.detach(), tokens.grad, *[each.clone() for each in of_weights]]
 
 
+def recorded_right(pair: Pair, tokens: torch.Tensor, wanted: list[torch.Tensor]) -> None:
+    """Calls that set main gradients and calls that add to them have the same addresses, and recordings of their own."""
+    num_results = len(wanted) // 2
+    for _ in range(NUM_REPEATED):
+        found = results_of(pair, tokens, True, False, None)
+        far = max(map(distance, found, wanted[num_results:]))
+        assert far < ROUNDING, far
+
+
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-30)).item()
 
@@ -84,6 +94,8 @@ def main() -> int:
                     assert has_bias > returns_bias or far == 0, (asked, norm, far)
                     assert overlapped.num_by_copies > 0
                     assert overlapped.num_by_library == 0
+                    if is_fused:
+                        recorded_right(pair, tokens, wanted)
                     overlapped.use(False)
                     again = [each for firsts in passes for each in results_of(pair, tokens, *firsts)]
                     assert all(map(torch.equal, again, wanted))

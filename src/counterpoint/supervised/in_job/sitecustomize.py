@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # the same value as in `typing`, which would slow every start
 
 AWAITED = "torch.optim.optimizer"
 QUEUES, CONNECTIONS = "COUNTERPOINT_QUEUES", "CUDA_DEVICE_MAX_CONNECTIONS"
-RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")  # launchers set one of them for each rank
+# launchers set one of them for each rank (as in `counterpoint.ranks`)
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def report(problem: Exception) -> None:

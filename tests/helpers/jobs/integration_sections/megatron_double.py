@@ -179,14 +179,14 @@ class LayerNormLinear(Linear):
         return functional.layer_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
 
-def forward_with_norm(self: Linear, inp: torch.Tensor, is_first_microbatch: bool | None = None, **named: Any) -> Any:
-    return Linear.forward(self, inp, is_first_microbatch, **named)
+def forward_with_norm(self: Linear, *given: Any, **named: Any) -> Any:
+    return Linear.forward(self, *given, **named)
 
 
 LayerNormLinear.forward = forward_with_norm  # type: ignore[method-assign]
 
 
-class TERowParallelLinear(Linear):
+class TELinear(Linear):
     """Megatron-LM's around TransformerEngine's: it returns a bias as well, and knows the first micro-batch."""
 
     def __init__(self, features: int, columns: int, mode: str, options: SimpleNamespace) -> None:
@@ -222,5 +222,6 @@ def install() -> None:
         module.FP8GlobalStateManager = manager  # type: ignore[attr-defined]
         module.is_cpu_offload_enabled = lambda: Engine.is_offloading  # type: ignore[attr-defined]
     ColumnParallelLinear.__module__ = RowParallelLinear.__module__ = MEGATRON
-    Linear.__module__, LayerNormLinear.__module__, TERowParallelLinear.__module__ = LINEAR, NORMED, OF_ENGINE
-    TERowParallelLinear.forward.__module__ = OF_ENGINE
+    ColumnParallelLinear.forward.__module__ = RowParallelLinear.forward.__module__ = MEGATRON
+    Linear.__module__, LayerNormLinear.__module__, TELinear.__module__ = LINEAR, NORMED, OF_ENGINE
+    TELinear.forward.__module__ = OF_ENGINE

@@ -129,7 +129,7 @@ def megatron_linears_of_engine() -> None:
         kept = {"is_sequence": is_sequence, "is_fused": is_fused, "norm": norm}
         asked = options(**kept, has_bias=has_bias, skips_bias=skips_bias)
         overlapped_right(Engine, asked, 4 if is_sequence else 2)
-        overlapped_right(lambda each: Engine(each, double.TERowParallelLinear), asked, 4 if is_sequence else 2)
+        overlapped_right(lambda each: Engine(each, double.TELinear), asked, 4 if is_sequence else 2)
 
 
 def megatron_first_micro_batch() -> None:
@@ -151,7 +151,7 @@ def megatron_first_micro_batch() -> None:
     overlapped = tensor_parallel.overlap(model)
     assert_close(totals(), wanted, 1e-12)
     overlapped.undo()
-    wrapped = Engine(asked, double.TERowParallelLinear)
+    wrapped = Engine(asked, double.TELinear)
     give_main_gradients(wrapped, asked)
     tensor_parallel.overlap(wrapped)
     wrapped(tokens_of(asked)).sum().backward()
@@ -196,10 +196,18 @@ def megatron_other_calls() -> None:
     give_main_gradients(model, asked)
     model.fc1(tokens_of(asked)[:0])
     assert overlapped.num_by_library == 4
+    model.fc1.weight.get_main_grad = lambda: None  # as Megatron-FSDP's
+    model.fc1(tokens_of(asked))
+    del model.fc1.weight.get_main_grad
+    assert overlapped.num_by_library == 5
     engine = Engine(asked)
     overlapped = tensor_parallel.overlap(engine)
     give_main_gradients(engine, asked)
     before = num_calls_of(overlapped)
+    engine.up.return_layernorm_output = True
+    engine.up(tokens_of(asked))
+    engine.up.return_layernorm_output = False
+    engine.up(tokens_of(asked), None, True)
     for name in ("is_fp8", "is_offloading"):
         setattr(double.Engine, name, True)
         engine(tokens_of(asked))
@@ -211,6 +219,42 @@ def megatron_other_calls() -> None:
     assert num_calls_of(overlapped) == before + 2
 
 
+def saved_by(linear: nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """What a linear saves for its backward pass."""
+    saved: list[torch.Tensor] = []
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, save):
+        linear(tokens)
+    return saved
+
+
+def megatron_saved_tensors() -> None:
+    """Backward uses the weight as it is then. For it weights are kept themselves, and no tokens if they are frozen."""
+    for is_sequence in (True, False):
+        asked = options(is_sequence=is_sequence)
+        model = Megatron(asked)
+        wanted = results_of(model, asked)
+        tensor_parallel.overlap(model)
+        tokens = tokens_of(asked)
+        output = model(tokens)
+        for weight in (model.fc1.weight, model.fc2.weight):
+            held, weight.data = weight.data, weight.data.clone()
+            held.fill_(torch.nan)
+        output.square().sum().backward()
+        assert_close([tokens.grad], wanted[1:2], 1e-12)
+        for weight in (model.fc1.weight, model.fc2.weight):
+            weight.requires_grad_(False)
+        kept = saved_by(model.fc1, tokens_of(asked)) + saved_by(model.fc2, model.fc1(tokens_of(asked))[0])
+        weights = [each for each in kept if each is model.fc1.weight or each is model.fc2.weight]
+        assert len(weights) == 2
+        assert not sum(each.numel() for each in kept if not isinstance(each, nn.Parameter))
+        assert_close(results_of(model, asked)[:2], wanted[:2], 1e-12)
+
+
 def megatron_refusals() -> None:
     """Each with its reason, one line."""
     changes: tuple[tuple[type[nn.Module], str, str, Any, str], ...] = (
@@ -219,10 +263,13 @@ def megatron_refusals() -> None:
         (Megatron, "fc1", "sequence_parallel", False, "neither gathers"),
         (Megatron, "fc2", "input_is_parallel", False, "Set input_is_parallel"),
         (Megatron, "fc2", "forward", lambda tokens: (tokens, None), "no other formula"),
+        (Megatron, "fc2", "explicit_expert_comm", None, "release of Megatron-LM"),
         (Engine, "up", "ub_overlap_ag_fprop", True, "tp_comm_overlap=False"),
         (Engine, "up", "return_layernorm_output", True, "output of its norm"),
         (Engine, "down", "weight_names", ["query_weight", "key_weight"], "split into 2"),
         (Engine, "down", "tp_group_initialized", False, "no group yet"),
+        (Engine, "down", "tp_group", None, "no group yet"),
+        (Engine, "up", "normalization", "GroupNorm", "release of Megatron-LM"),
         (Engine, "down", "wgrad_store", SimpleNamespace(delay_wgrad_compute=lambda: True), "delay_wgrad_compute"),
         (Engine, "down", "symmetric_ar_type", "one_shot", "symmetric memory"),
         (Engine, "down", "te_quant_params", object(), "8 bits"),
@@ -230,15 +277,28 @@ def megatron_refusals() -> None:
     )
     for kind, name, attribute, value, reason in changes:
         model = kind(options())
-        setattr(model.get_submodule(name), attribute, value)
+        if value is None and attribute != "tp_group":
+            delattr(model.get_submodule(name), attribute)
+        else:
+            setattr(model.get_submodule(name), attribute, value)
         waiting = tensor_parallel.waiting_linears(model)
-        assert model.get_submodule(name) not in waiting
         assert waiting
-        assert reason in tensor_parallel.why_none_waits(model)
+        if attribute != "normalization":  # which shows when it is taken
+            assert model.get_submodule(name) not in waiting
+            assert reason in tensor_parallel.why_none_waits(model)
         overlapped = tensor_parallel.overlap(model)
         assert reason in overlapped.refused[name], overlapped.refused
         assert name not in overlapped.taken
         overlapped.undo()
+    changed = Megatron(options())
+    changed.fc1.__class__ = type("Patched", (double.ColumnParallelLinear,), {"_forward_impl": lambda *_: None})
+    double.ColumnParallelLinear._forward_impl = lambda *_: None  # type: ignore[attr-defined]
+    assert "no other formula" in tensor_parallel.overlap(changed).refused["fc1"]
+    del double.ColumnParallelLinear._forward_impl  # type: ignore[attr-defined]
+    head = Engine(options(), double.TELinear)
+    double.TELinear.forward.__qualname__ = "TELMHeadColumnParallelLinear.forward"
+    assert "no other formula" in tensor_parallel.overlap(head).refused["down"]
+    double.TELinear.forward.__qualname__ = "TELinear.forward"
     other = Engine(options())
     type(other.down).__name__ = "GroupedLinear"
     try:
