@@ -59,6 +59,7 @@ NO_CONTROL_PAYS = (
     "--queues",
     type=int,
     metavar="NUMBER",
+    show_default="as the job asks",
     help="Give each rank so many hardware queues. The job itself still finds its own CUDA_DEVICE_MAX_CONNECTIONS.",
 )
 @click.option("--strict", is_flag=True, help="Exit with code 3 if a control of the plan did not take effect.")
