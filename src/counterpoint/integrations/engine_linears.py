@@ -31,9 +31,8 @@ OVERLAPPED = (
 )
 
 
-def is_split(module: nn.Module) -> bool:
+def is_split(linear: Any) -> bool:
     """Return whether a module is a linear of TransformerEngine that several ranks share."""
-    linear = _untyped(module)
     return (
         any(each.__module__.startswith(ENGINE) for each in type(linear).__mro__)
         and getattr(linear, "tp_size", 1) > 1
@@ -41,9 +40,9 @@ def is_split(module: nn.Module) -> bool:
     )
 
 
-def refusal_of(module: nn.Module) -> str:
+def refusal_of(linear: Any) -> str:
     """Return why a linear that `is_split` stays unchanged; nothing for one that operators multiply."""
-    linear, home = _untyped(module), _home_class(module)
+    home = _home_class(linear)
     if home is None:
         return f"only TransformerEngine's {' and '.join(KINDS)} are supported, and this is a {type(linear).__name__}"
     if getattr(linear.forward, "__func__", None) is not vars(home)["forward"] and not _is_of_megatron(linear):
@@ -66,9 +65,9 @@ def refusal_of(module: nn.Module) -> str:
     return ""
 
 
-def forward_of(module: nn.Module, switch: Switch, schedule: str) -> "EngineForward":
+def forward_of(linear: Any, switch: Switch, schedule: str) -> "EngineForward":
     """Return the object whose `run` replaces the forward of a linear of TransformerEngine."""
-    linear, home = _untyped(module), _home_class(module)
+    home = _home_class(linear)
     assert home is not None, "only linears that are not refused come here"
     return EngineForward(linear, home.__module__, switch, Route(linear.tp_group.group_name, linear.tp_size, schedule))
 
@@ -190,7 +189,3 @@ def _norm_of(linear: Any) -> Any:
     made = getattr(sys.modules[f"{ENGINE[:-1]}"], linear.normalization)
     kept = {"eps": linear.eps, "zero_centered_gamma": linear.zero_centered_gamma}
     return made(linear.layer_norm_weight.shape[0], device="meta", **kept)
-
-
-def _untyped(module: nn.Module) -> Any:
-    return module

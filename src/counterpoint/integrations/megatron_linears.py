@@ -27,9 +27,9 @@ def is_split(module: nn.Module) -> bool:
     return _home_class(module) is not None
 
 
-def refusal_of(module: nn.Module) -> str:
+def refusal_of(linear: Any) -> str:
     """Return why a linear that `is_split` stays unchanged; nothing for one that operators multiply."""
-    home, linear = _home_class(module), _untyped(module)
+    home = _home_class(linear)
     assert home is not None, "only linears that are split come here"
     if not _has_own_formula(linear, home):
         return f"its forward is not that of Megatron-LM's {home.__name__}, and operators compute no other formula"
@@ -44,9 +44,9 @@ def refusal_of(module: nn.Module) -> str:
     return ""
 
 
-def forward_of(module: nn.Module, switch: Switch, schedule: str) -> "MegatronForward":
+def forward_of(linear: Any, switch: Switch, schedule: str) -> "MegatronForward":
     """Return the object whose `run` replaces the forward of a linear of Megatron-LM."""
-    home, linear = _home_class(module), _untyped(module)
+    home = _home_class(linear)
     assert home is not None, "only linears that are split come here"
     made = MegatronColumn if home.__name__ == COLUMN else MegatronRow
     return made(linear, switch, Route(_group_name_of(linear), _num_ranks(linear), schedule))
@@ -160,7 +160,3 @@ def _with_bias(linear: Any, product: torch.Tensor) -> Output:
     if linear.skip_bias_add or bias is None:
         return product, bias
     return product + bias, None
-
-
-def _untyped(module: nn.Module) -> Any:
-    return module
