@@ -268,7 +268,7 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
         return "overlap with its matmul" + (f", {self.schedule.label()}" if self.schedule else "")
 
     def ways(self, collective: CollectiveKind | None = None) -> tuple[Way, ...]:
-        """Return the integration for DTensor models or for experts; for all-to-alls that the job itself calls, the
+        """Return the integration for tensor-parallel models or for experts; for all-to-alls that the job itself calls, the
         operator.
         """
         if collective == "all_to_all":
@@ -279,7 +279,7 @@ class OverlapMatmul(AbstractControl, frozen=True, kw_only=True, tag="overlap_mat
                 Way(where="in the job's code, instead of an all-to-all of equal blocks and the matmul", lines=by_hand),
             )
         lines = ("from counterpoint.integrations import tensor_parallel", "tensor_parallel.overlap(model)")
-        return (Way(where="in the code of a DTensor tensor-parallel job", lines=lines),)
+        return (Way(where="in the code of a tensor-parallel job (DTensor, Megatron-LM, TransformerEngine)", lines=lines),)
 
 
 class OwnStream(AbstractControl, frozen=True, kw_only=True, tag="own_stream"):

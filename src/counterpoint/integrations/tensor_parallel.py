@@ -10,7 +10,8 @@ Column-parallel linears become all-gather + matmul, row-parallel ones matmul + r
 activations are whole on every rank instead, as in Hugging Face models, row-parallel linears become matmul + all-reduce, and
 column-parallel ones sum their input's gradient beside the matmul of their weight gradient. Neighbors in a module (q, k and
 v; gate and up) are assumed to have the same input and share one gather or one sum; if that proves wrong they are
-separated, and results stay right. A module that is not supported stays unchanged; `refused` and the log say why.
+separated, and results stay right. Linears of Megatron-LM's core and of TransformerEngine are taken, too. A module that is
+not supported stays unchanged; `refused` and the log say why.
 
 Inputs that `PrepareModuleInput` or a module of torchtitan 0.3 gathered arrive as sharded DTensors of the same shape; for any
 other use in the module, DTensor itself gathers them. `Deferred` does the same where torchtitan's tensors are plain. With
