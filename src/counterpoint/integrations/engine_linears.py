@@ -20,7 +20,7 @@ from counterpoint.ops.dispatch import PLAIN_TYPES
 
 ENGINE = "transformer_engine.pytorch."
 OF_MEGATRON = "megatron.core.extensions.transformer_engine"
-KINDS = ("Linear", "LayerNormLinear")
+KINDS, MLP = ("Linear", "LayerNormLinear"), "LayerNormMLP"
 # forwards of Megatron-LM's classes that call TransformerEngine's, and return a bias as well
 WRAPPED = ("TELinear.forward", "TELayerNormColumnParallelLinear.forward")
 # attributes of linears that TransformerEngine overlaps itself; those in the last line are of releases before 2
@@ -33,11 +33,10 @@ OVERLAPPED = (
 
 def is_split(linear: Any) -> bool:
     """Return whether a module is a linear of TransformerEngine that several ranks share."""
-    return (
-        any(each.__module__.startswith(ENGINE) for each in type(linear).__mro__)
-        and getattr(linear, "tp_size", 1) > 1
-        and getattr(linear, "parallel_mode", None) in ("column", "row")
-    )
+    names = {each.__name__ for each in type(linear).__mro__ if each.__module__.startswith(ENGINE)}
+    is_parallel = getattr(linear, "parallel_mode", None) in ("column", "row")
+    is_parallel_mlp = MLP in names and getattr(linear, "set_parallel_mode", False)  # of two linears
+    return bool(names) and getattr(linear, "tp_size", 1) > 1 and (is_parallel or is_parallel_mlp)
 
 
 def refusal_of(linear: Any) -> str:
@@ -50,7 +49,7 @@ def refusal_of(linear: Any) -> str:
     if any(getattr(linear, name, False) for name in OVERLAPPED):
         return "TransformerEngine overlaps it itself. Leave it unchanged, or set tp_comm_overlap=False"
     if list(linear.weight_names) != ["weight"]:
-        return f"its weight is split into {len(linear.weight_names)}. Set parameters_split=None"
+        return f"its weight is split into {len(linear.weight_names)}. Set parameters_split=None, or fuse_qkv_params=True"
     if not getattr(linear, "tp_group_initialized", False) or linear.tp_group is None:
         return "it has no group yet. Call its set_tensor_parallel_group first"
     if getattr(linear, "return_layernorm_output", False):

@@ -299,6 +299,12 @@ def megatron_refusals() -> None:
     double.TELinear.forward.__qualname__ = "TELMHeadColumnParallelLinear.forward"
     assert "no other formula" in tensor_parallel.overlap(head).refused["down"]
     double.TELinear.forward.__qualname__ = "TELinear.forward"
+    mlp = Engine(options())
+    mlp.up.__class__ = type(
+        "LayerNormMLP", (double.LayerNormLinear,), {"__module__": double.NORMED, "forward": lambda *_: 0}
+    )
+    mlp.up.parallel_mode, mlp.up.set_parallel_mode = None, True
+    assert "this is a LayerNormMLP" in tensor_parallel.overlap(mlp).refused["up"]
     other = Engine(options())
     type(other.down).__name__ = "GroupedLinear"
     try:
