@@ -131,6 +131,20 @@ def test_cuda_reads_the_queues_that_were_asked_for_a_rank_and_the_job_its_own(
     assert python(code, None, **{CONNECTIONS: "1", **variables}).stdout == "1 1\n", "outside of a supervised job"
 
 
+def test_a_job_that_sets_the_variable_itself_changes_what_it_finds_and_not_what_cuda_reads(tmp_path: Path) -> None:
+    code = (
+        "import ctypes, os\n"
+        "read = ctypes.CDLL(None).getenv\n"
+        "read.restype = ctypes.c_char_p\n"
+        f"os.environ[{CONNECTIONS!r}] = '1'; os.environ['OTHER'] = 'x'\n"
+        f"print(os.environ[{CONNECTIONS!r}], read({CONNECTIONS.encode()!r}), read(b'OTHER'))\n"
+        f"del os.environ[{CONNECTIONS!r}], os.environ['OTHER']\n"
+        f"print({CONNECTIONS!r} in os.environ, read({CONNECTIONS.encode()!r}), read(b'OTHER'))"
+    )
+    ended = python(code, tmp_path, RANK="0", **{QUEUES_VARIABLE: "8"})
+    assert ended.stdout == "1 b'8' b'x'\nFalse b'8' None\n", ended.stderr
+
+
 def test_a_rank_without_a_gpu_goes_on_and_leaves_it_to_the_supervisor_to_say_so(tmp_path: Path) -> None:
     write_settings(tmp_path, LiveSettings(is_tuning=True))
     ended = python(STEP, tmp_path, RANK="0")

@@ -160,13 +160,25 @@ def leave_path() -> None:
 
 def set_queues() -> None:
     """Tell CUDA how many hardware queues a rank has. CUDA reads the process's environment, of which Python made a copy at
-    its start. So the job still finds its own value, which some frameworks check.
+    its start. So the job still finds its own value, which some frameworks check; if it sets one, only the copy changes.
     """
     number = os.environ.get(QUEUES)
     if number and any(name in os.environ for name in RANKS):
         import ctypes  # noqa: PLC0415  only where it is needed: it would slow every start
 
         ctypes.CDLL(None).setenv(CONNECTIONS.encode(), number.encode(), 1)
+        os.putenv = _but_for_queues(os.putenv)  # which os.environ calls
+        os.unsetenv = _but_for_queues(os.unsetenv)
+
+
+def _but_for_queues(change: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that changes the process's environment, except for the number of queues."""
+
+    def change_others(name: str | bytes, *value: str | bytes) -> None:
+        if os.fsencode(name) != CONNECTIONS.encode():
+            change(name, *value)
+
+    return change_others
 
 
 def run_next() -> None:
