@@ -2,12 +2,11 @@
 TransformerEngine: their products by operators.
 """
 
-from functools import cached_property
 from typing import final
 
 import torch
 
-from counterpoint.integrations.eager_linears import EagerLinear
+from counterpoint.integrations.eager_linears import OPERATORS, EagerLinear
 from counterpoint.integrations.main_gradients import MainGradient, ToMainGradient
 from counterpoint.integrations.sequence_shards import (
     Route,
@@ -26,7 +25,8 @@ class PlainLinear:
     """The products of one linear of a group; `main` takes the gradient of its weight, if there is one."""
 
     def __init__(self, route: Route) -> None:
-        self.route = route
+        self._route = route
+        self._eager = {operator.name: EagerLinear(operator, 0, route) for operator in OPERATORS}
 
     def columns(
         self, given: torch.Tensor, weight: torch.Tensor, main: MainGradient | None = None, *, is_gathered: bool
@@ -34,13 +34,14 @@ class PlainLinear:
         """Return all tokens times this rank's (columns, K) weight: of this rank's tokens if `is_gathered`, otherwise of all,
         whose gradient is summed.
         """
-        products = self._eagerly(self._gathering if is_gathered else self._summing_gradients, given, weight, main)
+        operator = operators.all_gather_matmul if is_gathered else operators.column_parallel_matmul
+        products = self._eagerly(operator, given, weight, main)
         if products is None:
-            activation, weights = _operands(given, weight, main)
+            activation, part = _operands(given, weight, main)
             products = (
-                gather_multiply(activation, [weights], 0, self.route)
+                gather_multiply(activation, [part], 0, self._route)
                 if is_gathered
-                else multiply_whole(activation, [weights], self.route)
+                else multiply_whole(activation, [part], self._route)
             )
         return products[0]
 
@@ -48,37 +49,19 @@ class PlainLinear:
         self, given: torch.Tensor, weight: torch.Tensor, main: MainGradient | None = None, *, is_scattered: bool
     ) -> torch.Tensor:
         """Return the sum over ranks of all tokens times this rank's (N, K) weight: this rank's tokens of it, or all."""
-        products = self._eagerly(self._scattering if is_scattered else self._summing, given, weight, main)
+        operator = operators.matmul_reduce_scatter if is_scattered else operators.matmul_all_reduce
+        products = self._eagerly(operator, given, weight, main)
         if products is not None:
             return products[0]
         activation, part = _operands(given, weight, main)
         if is_scattered:
-            return multiply_scatter(activation, part, 0, self.route)
-        return multiply_all_reduce(activation, part, self.route)
+            return multiply_scatter(activation, part, 0, self._route)
+        return multiply_all_reduce(activation, part, self._route)
 
     def _eagerly(
-        self, eager: EagerLinear, given: torch.Tensor, weight: torch.Tensor, main: MainGradient | None
+        self, operator: Operator, given: torch.Tensor, weight: torch.Tensor, main: MainGradient | None
     ) -> tuple[torch.Tensor, ...] | None:
-        return None if torch.compiler.is_compiling() else eager(given, (weight,), main)
-
-    @cached_property
-    def _gathering(self) -> EagerLinear:
-        return self._of(operators.all_gather_matmul)
-
-    @cached_property
-    def _summing_gradients(self) -> EagerLinear:
-        return self._of(operators.column_parallel_matmul)
-
-    @cached_property
-    def _scattering(self) -> EagerLinear:
-        return self._of(operators.matmul_reduce_scatter)
-
-    @cached_property
-    def _summing(self) -> EagerLinear:
-        return self._of(operators.matmul_all_reduce)
-
-    def _of(self, operator: Operator) -> EagerLinear:
-        return EagerLinear(operator, 0, self.route)
+        return None if torch.compiler.is_compiling() else self._eager[operator.name](given, (weight,), main)
 
 
 def _operands(given: torch.Tensor, weight: torch.Tensor, main: MainGradient | None) -> tuple[torch.Tensor, torch.Tensor]:

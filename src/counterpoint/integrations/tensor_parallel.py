@@ -92,8 +92,8 @@ def _take_linears(overlapped: Overlapped, module: nn.Module, text: str) -> None:
     parallel = [(name, each) for name, each in module.named_modules() if is_parallel(each)]
     overlapped.require_new(parallel, ParallelForward)
     linears = [(name, each) for name, each in parallel if each not in sharded or is_split(each)]
-    others = [(name, each) for name, each in module.named_modules() if _family_of(each)]
-    overlapped.require_new(others, PlainForward)
+    others = [(name, each, family) for name, each in module.named_modules() if (family := _family_of(each))]
+    overlapped.require_new([(name, each) for name, each, _ in others], PlainForward)
     require(
         bool(linears or others),
         IntegrationError,
@@ -121,8 +121,8 @@ def _take_linears(overlapped: Overlapped, module: nn.Module, text: str) -> None:
             column = _take_column(overlapped, name, linear, rest, is_gathered=is_gathered, dim=dim)
             if column is not None:
                 columns[name] = column
-    for name, other in others:
-        _take_plain(overlapped, name, other, text)
+    for name, other, family in others:
+        _take_plain(overlapped, name, (other, family), text)
     _join_neighbors(columns)
     _keep_parts(overlapped, module, columns, (gathering, boundaries, shared))
     for parent, inputs in whole.items():
@@ -143,7 +143,7 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
     ] + [
         each
         for each in module.modules()
-        if _family_of(each) and not is_overlapped(each, PlainForward) and not _refusal_of_plain(each)
+        if (family := _family_of(each)) and not is_overlapped(each, PlainForward) and not _refusal_by(family, each)
     ]
 
 
@@ -153,7 +153,7 @@ def why_none_waits(module: nn.Module) -> str:
     for name, each in module.named_modules():
         if is_parallel(each) and is_split(each) and isinstance(reason := _layout_within(name, each, boundaries), str):
             return f"{name or 'the linear'}: {reason}"
-        if _family_of(each) and (reason := _refusal_of_plain(each)):
+        if (family := _family_of(each)) and (reason := _refusal_by(family, each)):
             return f"{name or 'the linear'}: {reason}"
     return ""
 
@@ -216,10 +216,10 @@ def _keep_parts(
             overlapped.finish_with(container, inputs)
 
 
-def _take_plain(overlapped: Overlapped, name: str, linear: nn.Module, schedule: str) -> None:
-    family = _family_of(linear)
-    assert family is not None, "only linears of a family come here"
-    reason = _refusal_of_plain(linear)
+def _take_plain(overlapped: Overlapped, name: str, found: tuple[nn.Module, Any], schedule: str) -> None:
+    """Take a linear with a plain weight, given with its family."""
+    linear, family = found
+    reason = _refusal_by(family, linear)
     if reason:
         overlapped.refused[name] = reason
         return
@@ -231,17 +231,17 @@ def _take_plain(overlapped: Overlapped, name: str, linear: nn.Module, schedule: 
         overlapped.take(name, linear, forward.run, forward.route.group_name)
 
 
-def _refusal_of_plain(linear: nn.Module) -> str:
+def _refusal_by(family: Any, linear: nn.Module) -> str:
     """Return why a linear of a family stays unchanged; nothing for one that operators multiply."""
     try:
-        reason: str = _family_of(linear).refusal_of(linear)  # type: ignore[union-attr]
+        reason: str = family.refusal_of(linear)
     except Exception as problem:  # attributes that another release does not have
         return UNKNOWN_RELEASE.format(reason_of(problem))
     return reason
 
 
 def _family_of(module: nn.Module) -> Any | None:
-    """Return what knows linears with plain weights of this kind, of which several ranks share one; None of any other."""
+    """Return the module of ours that knows such linears with plain weights, which ranks share; None for any other."""
     return next((each for each in (megatron_linears, engine_linears) if each.is_split(module)), None)
 
 

@@ -117,25 +117,16 @@ class Operator:
             return _Differentiable.apply(self, others, False, left, weights)
         return list(_Differentiable.apply(self, others, True, left, *weights))
 
-    def differentiate(
-        self,
-        ctx: Any,
-        gradients: Sequence[torch.Tensor | None],
-        is_wanted: tuple[bool, bool],
-        totals: MainTotals = NO_TOTALS,
-    ) -> Gradients:
-        """Return the gradients of the left operand and of the weights; none of a weight whose product was not used.
-
-        If there are `totals`, those of the weights go there instead.
-        """
+    def differentiate(self, ctx: Any, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]) -> Gradients:
+        """Return the gradients of the left operand and of the weights; none of a weight whose product was not used."""
         left, *weights = ctx.saved_tensors
-        return self.differentiate_kept(Kept(left, weights, (ctx.group_name, ctx.schedule), totals), gradients, is_wanted)
+        return self.differentiate_kept(Kept(left, weights, (ctx.group_name, ctx.schedule)), gradients, is_wanted)
 
     def differentiate_kept(
         self, kept: Kept, gradients: Sequence[torch.Tensor | None], is_wanted: tuple[bool, bool]
     ) -> Gradients:
-        """Return the gradients of what was kept; of the left operand only the number of rows counts if no weight needs a
-        gradient.
+        """Return what `differentiate` does of what was kept; gradients of weights go to its totals, if it has any. If no
+        weight needs a gradient, only the number of the left operand's rows counts.
         """
         assert self._gradients is not None
         refuse_second_derivative(self.name)
