@@ -47,22 +47,11 @@ def provide_fused_gradients() -> None:
     sys.modules.setdefault(module.__name__, module)
 
 
-def set_up(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """Return the model, and what takes a step and returns its loss, as Megatron-LM's training loop does with one
-    micro-batch.
-    """
-    from megatron.core import parallel_state, tensor_parallel  # noqa: PLC0415
-    from megatron.core.distributed import (  # noqa: PLC0415
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
+    """Return the model, and the configuration that it shares with what trains it."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor_parallel)
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
     of_engine = {"normalization": "RMSNorm", "add_bias_linear": False, "gradient_accumulation_fusion": True}
     config = TransformerConfig(
         num_layers=options.layers,
@@ -88,7 +77,25 @@ def set_up(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], t
         transformer_layer_spec=getattr(gpt_layer_specs, as_specified)(),
         vocab_size=WORDS,
         max_sequence_length=options.tokens,
-    ).to("cuda", torch.bfloat16)
+    )
+    return config, model.to("cuda", torch.bfloat16)
+
+
+def set_up(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
+    """Return the model, and what takes a step and returns its loss, as Megatron-LM's training loop does with one
+    micro-batch.
+    """
+    from megatron.core import parallel_state, tensor_parallel  # noqa: PLC0415
+    from megatron.core.distributed import (  # noqa: PLC0415
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor_parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    config, model = model_of(options)
     parallel = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
