@@ -53,6 +53,28 @@ def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
     of_engine = {"normalization": "RMSNorm", "add_bias_linear": False, "gradient_accumulation_fusion": True}
+    of_experts: dict[str, Any] = (
+        {}
+        if not options.experts
+        else {
+            "num_moe_experts": options.experts,
+            "moe_router_topk": options.top,
+            "moe_ffn_hidden_size": options.expert_width,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_permute_fusion": True,
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_force_load_balancing": options.balanced,
+            "expert_model_parallel_size": dist.get_world_size(),
+            "expert_tensor_parallel_size": 1,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "bias_activation_fusion": True,
+            "add_bias_linear": False,
+        }
+    )
     config = TransformerConfig(
         num_layers=options.layers,
         hidden_size=options.width,
@@ -64,7 +86,7 @@ def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
         tensor_model_parallel_size=options.tensor_parallel,
         sequence_parallel=options.engine and options.tensor_parallel > 1,
         tp_comm_overlap=options.way == "userbuffers",
-        **of_engine if options.engine else {"gradient_accumulation_fusion": False},
+        **{**(of_engine if options.engine else {"gradient_accumulation_fusion": False}), **of_experts},
     )
     if options.way == "userbuffers":
         from transformer_engine.pytorch.module import base  # noqa: PLC0415
@@ -72,9 +94,10 @@ def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
         shape = [options.tokens, options.width]
         base.initialize_ub(shape=shape, tp_size=options.tensor_parallel, bootstrap_backend="nccl")
     as_specified = f"get_gpt_layer_{'with_transformer_engine' if options.engine else 'local'}_spec"
+    of_layer = {"num_experts": options.experts, "moe_grouped_gemm": True} if options.experts else {}
     model = GPTModel(
         config=config,
-        transformer_layer_spec=getattr(gpt_layer_specs, as_specified)(),
+        transformer_layer_spec=getattr(gpt_layer_specs, as_specified)(**of_layer),
         vocab_size=WORDS,
         max_sequence_length=options.tokens,
     )
@@ -93,7 +116,11 @@ def set_up(options: argparse.Namespace) -> tuple[torch.nn.Module, Callable[[], t
     )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tensor_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=options.tensor_parallel,
+        expert_model_parallel_size=dist.get_world_size() if options.experts else 1,
+        expert_tensor_parallel_size=1 if options.experts else None,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     config, model = model_of(options)
     parallel = DistributedDataParallel(
@@ -164,6 +191,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="RANKS")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, over all ranks; 0: none")
+    parser.add_argument("--top", type=int, default=8, help="experts of each token")
+    parser.add_argument("--expert-width", type=int, default=768, metavar="FEATURES")
+    parser.add_argument("--balanced", action="store_true", help="give all experts about as many tokens")
     parser.add_argument("--engine", action="store_true", help="use TransformerEngine, which must be installed")
     parser.add_argument("--bucket", type=int, default=40_000_000, help="parameters; Megatron-LM's default for 2 ranks")
     options = parser.parse_args()
@@ -174,9 +205,9 @@ def main() -> None:
     model, step = set_up(options)
     overlapped = None
     if options.way in ("overlap", "switched"):
-        from counterpoint.integrations import tensor_parallel  # noqa: PLC0415
+        from counterpoint.integrations import expert_parallel, tensor_parallel  # noqa: PLC0415
 
-        overlapped = tensor_parallel.overlap(model)
+        overlapped = (expert_parallel if options.experts else tensor_parallel).overlap(model)
     if options.way == "switched" and overlapped is not None:
         shown = take_turns(step, overlapped.use, options.steps)
         if dist.get_rank() == 0:

@@ -50,10 +50,13 @@ TORCHTITAN = {
     "torchtitan_tp_async": ("llama_tp", "--compile.enable", "--parallelism.enable_async_tensor_parallel"),
     "torchtitan_fsdp2": ("llama_fsdp2", "--compile.enable"),
 }
+EXPERTS = ("--engine", "--width", "2048", "--layers", "4", "--balanced")  # of Qwen3-30B-A3B
 # what `benchmarks.megatron_job` is asked for; "{}" is the number of ranks
 MEGATRON = {
     "megatron": (),
     "megatron_tp": ("--tensor-parallel", "{}", "--engine"),
+    "megatron_experts": (*EXPERTS, "--experts", "32"),
+    "megatron_64_experts": (*EXPERTS, "--experts", "128"),  # on each of two GPUs
     "megatron_userbuffers": ("--tensor-parallel", "{}", "--engine", "--way", "userbuffers"),
 }
 JOBS = (*OURS, *ZERO, "transformers_tp", *MEGATRON, *TORCHTITAN)

@@ -161,6 +161,16 @@ class UnevenParts(Value, frozen=True, kw_only=True):
         """What others send to the rank."""
         return sum(self.received_bytes) - self.received_bytes[self.group_rank]
 
+    def goes_with(self, rows: "UnevenParts", least: int = 16) -> bool:
+        """Return whether these are numbers that go with rows, `least` times fewer bytes or less for each of them."""
+        both = ((self.sent_bytes, rows.sent_bytes), (self.received_bytes, rows.received_bytes))
+        own, theirs = (sum(sum(each) for each in column) for column in zip(*both, strict=True))
+        is_small = 0 < own * least <= theirs
+        is_alike = len(self.sent_bytes) == len(rows.sent_bytes) and all(
+            few * theirs == many * own for small, large in both for few, many in zip(small, large, strict=True)
+        )
+        return is_small and is_alike
+
     @property
     def is_uneven(self) -> bool:
         """Whether the sizes differ."""

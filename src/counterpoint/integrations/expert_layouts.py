@@ -3,8 +3,9 @@ send tokens.
 
 torchtitan (read in v0.2.2) registers `_token_dispatch` and `_token_combine` of a style by `distribute_module`, as hooks
 around `GroupedExperts`; transformers (read in 5.23) puts a `forward` in the module's place, whose closure holds an
-implementation. torchtitan 0.3 (read in 0.3.0) gives `RoutedExperts` a token dispatcher that knows the ranks. What looks
-different is not recognized, and its module is then refused rather than guessed at.
+implementation. torchtitan 0.3 (read in 0.3.0) gives `RoutedExperts` a token dispatcher that knows the ranks, as
+Megatron-LM's core does with `MoELayer` (`megatron_experts.py`). What looks different is not recognized, and its module is
+then refused rather than guessed at.
 """
 
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from counterpoint.integrations.closures import closure_of
 WEIGHTS = ("w1", "w2", "w3")
 DISPATCHED_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")  # of torchtitan 0.3, in the same order
 WEIGHT_DIMS = 3
+OF_MEGATRON = "megatron.core.transformer.moe."  # where Megatron-LM's expert layers, experts and dispatchers are
 # functions that torchtitan's GroupedExperts calls
 FORMULAS = frozenset({"_run_experts_grouped_mm", "_run_experts_for_loop"})
 HIDES_ALREADY = (
@@ -50,13 +52,22 @@ class SpreadLayout(msgspec.Struct, frozen=True, kw_only=True):
         return self  # a mesh cannot be copied
 
 
-def spread_by(module: nn.Module) -> Literal["torchtitan", "torchtitan 0.3", "transformers"] | None:
+def spread_by(module: nn.Module) -> Literal["torchtitan", "torchtitan 0.3", "transformers", "Megatron-LM"] | None:
     """Return the framework that sends a module's tokens to experts on other ranks; None if none does."""
     if _dispatch_hook(module) is not None:
         return "torchtitan"
     if getattr(getattr(module, "token_dispatcher", None), "ep_mesh", None) is not None:
         return "torchtitan 0.3"
+    if _is_megatron_layer(module):
+        return "Megatron-LM"
     return "transformers" if implementation_of(module) is not None else None
+
+
+def _is_megatron_layer(module: nn.Module) -> bool:
+    """Return whether a module is an expert layer of Megatron-LM's core whose experts are on several ranks."""
+    is_theirs = any(each.__name__ == "MoELayer" and each.__module__.startswith(OF_MEGATRON) for each in type(module).__mro__)
+    group = getattr(getattr(module, "token_dispatcher", None), "ep_group", None)
+    return is_theirs and group is not None and group.size() > 1
 
 
 def torchtitan_layout(experts: nn.Module) -> SpreadLayout | str:

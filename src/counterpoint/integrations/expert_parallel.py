@@ -5,9 +5,10 @@
     overlapped.use(False)                            # between steps: as before, and use(True) again
     overlapped.undo()
 
-It supports the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`) and of Hugging Face models that
-transformers spreads over ranks by all-to-alls (`AllToAllEP`). Shared experts of torchtitan 0.2's layers run while tokens are
-in transit. A layer that is not supported stays unchanged; `refused` and the log say why.
+It supports the experts of torchtitan (`ExpertParallel`, `ExpertTensorParallel`), of Hugging Face models that
+transformers spreads over ranks by all-to-alls (`AllToAllEP`), and of Megatron-LM (`MoEAlltoAllTokenDispatcher`). Shared
+experts of torchtitan 0.2's layers run while tokens are in transit, and so do Megatron-LM's with its own overlap of them. A
+layer that is not supported stays unchanged; `refused` and the log say why.
 
 Call `overlap` before or after `fully_shard`, and before or after activation checkpointing, but not between a forward and
 a backward pass. In a model under torch.compile, the graph breaks at the experts, as in torchtitan.
@@ -19,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from counterpoint.errors import IntegrationError
-from counterpoint.integrations import transformers_experts
+from counterpoint.integrations import megatron_experts, transformers_experts
 from counterpoint.integrations.dispatched_experts import DispatchedExperts
 from counterpoint.integrations.expert_layouts import (
     refusal_of_dispatched,
@@ -27,6 +28,7 @@ from counterpoint.integrations.expert_layouts import (
     spread_by,
     torchtitan_layout,
 )
+from counterpoint.integrations.megatron_experts import MegatronExperts
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts
 from counterpoint.integrations.switched_hooks import pass_on
@@ -39,7 +41,7 @@ from counterpoint.value import require
 # OPERATORS: what a policy of selective checkpointing sees instead of all-to-alls. If it saves them, no token is sent again.
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts", "why_none_waits"]
 
-OVERLAPPED = TorchtitanExperts | DispatchedExperts | TransformersExperts
+OVERLAPPED = TorchtitanExperts | DispatchedExperts | TransformersExperts | MegatronExperts
 
 
 def overlap(
@@ -64,7 +66,8 @@ def overlap(
     require(
         bool(found),
         IntegrationError,
-        f"{type(module).__name__} has no experts that torchtitan or transformers spread over ranks. Parallelize it first.",
+        f"{type(module).__name__} has no experts that torchtitan, transformers or Megatron-LM spread over ranks. "
+        "Parallelize it first.",
     )
     layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
     for name, experts in found:
@@ -72,6 +75,8 @@ def overlap(
             _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
         elif spread_by(experts) == "torchtitan 0.3":
             _take_dispatched(overlapped, name, experts, options)
+        elif spread_by(experts) == "Megatron-LM":
+            _take_megatron(overlapped, name, experts, options)
         else:
             _take_transformers(overlapped, name, experts, options)
     overlapped.require_taken(f"No experts of {type(module).__name__}")
@@ -109,6 +114,8 @@ def _refusal(experts: nn.Module) -> str:
         return transformers_experts.refusal(experts)
     if spread_by(experts) == "torchtitan 0.3":
         return refusal_of_dispatched(experts)
+    if spread_by(experts) == "Megatron-LM":
+        return megatron_experts.refusal_of(experts)
     found = torchtitan_layout(experts)
     return found if isinstance(found, str) else ""
 
@@ -136,6 +143,17 @@ def _take_dispatched(overlapped: Overlapped, name: str, routed: nn.Module, optio
         return
     forward = DispatchedExperts(routed, overlapped.switch, options)
     overlapped.take(name, routed, forward.run, forward.group.group_name)
+    for exchanged in forward.replacements():
+        overlapped.exchange(*exchanged)
+
+
+def _take_megatron(overlapped: Overlapped, name: str, layer: nn.Module, options: Mapping[str, Any]) -> None:
+    reason = megatron_experts.refusal_of(layer)
+    if reason:
+        overlapped.refused[name] = reason
+        return
+    forward = MegatronExperts(layer, overlapped.switch, options)
+    overlapped.take(name, layer, forward.run, forward.group.group_name)
     for exchanged in forward.replacements():
         overlapped.exchange(*exchanged)
 

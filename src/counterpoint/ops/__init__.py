@@ -20,6 +20,7 @@ from counterpoint.ops import operators
 from counterpoint.ops.arguments import is_dense, refuse_arguments
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.experts import dispatch_grouped_matmul, expert_ffn, grouped_matmul_combine
+from counterpoint.ops.gated_activation import gated_silu
 from counterpoint.ops.plan_in_force import put_in_force
 from counterpoint.ops.runtime import Request, Runtime, all_runtimes, forget_runtimes, group_or_world
 from counterpoint.plan import Plan, Refusal
@@ -38,6 +39,7 @@ __all__ = [
     "dispatch_grouped_matmul",
     "expert_ffn",
     "explain",
+    "gated_silu",
     "grouped_matmul_combine",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -17,6 +17,7 @@ from counterpoint.ops.dispatch import LIBRARY, is_checkpointed, refuse_second_de
 from counterpoint.ops.expert_passes import (
     Layer,
     Linear,
+    Totals,
     Wanted,
     dispatch_multiply,
     dispatch_multiply_backward,
@@ -82,8 +83,9 @@ class ExpertCall:
         activation: Activation | None = None,
         beside: Callable[[], None] | None = None,
         is_fp8: bool = False,
+        totals: Sequence[Totals | None] = (),
     ) -> None:
-        self.activation, self.is_fp8 = activation, is_fp8
+        self.activation, self.is_fp8, self.totals = activation, is_fp8, totals
         self._runtime, self._called, self._is_routed = runtime, called, False
         self._beside = None if beside is None else _with_gradients(beside)
         self._problem: BaseException | None = None  # of `beside`
@@ -153,7 +155,7 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
             return [routing.gathered, results, *kept]
 
         gathered, results, *kept = _seen("expert_ffn", operands, run)
-        ctx.routing, ctx.activation = call.settle(gathered), call.activation
+        ctx.routing, ctx.activation, ctx.totals = call.settle(gathered), call.activation, call.totals
         ctx.keeps_tokens = of_ups and call.keeps(ctx.routing)
         ctx.num_operands = len(operands)
         ctx.save_for_backward(*operands, *kept)
@@ -170,7 +172,7 @@ class ExpertFfn(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         first_bias, down_bias, *third_bias = biases
         wanted = Wanted(of_tokens, any((of_first, *of_third)), of_down, any((first_bias, *third_bias)), down_bias)
         with _unseen():
-            tensors = _as_layer(operands), kept, gradient.contiguous()
+            tensors = _as_layer(operands, totals=ctx.totals), kept, gradient.contiguous()
             found = ffn_backward(ctx.routing, ctx.activation, tensors, wanted, keeps_tokens=ctx.keeps_tokens)
         first, *third = found.ups
         of_weights, of_biases = zip(first, found.down, *third, strict=True)
@@ -255,10 +257,14 @@ def _halves(layer: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     return layer[:number], layer[number:]
 
 
-def _as_layer(operands: Sequence[Any], *, is_fp8: bool = False) -> tuple[torch.Tensor, Layer]:
+def _as_layer(
+    operands: Sequence[Any], *, is_fp8: bool = False, totals: Sequence[Totals | None] = ()
+) -> tuple[torch.Tensor, Layer]:
     """Return the tokens, and the layer of the weights and biases."""
     tokens, *layer = operands
-    first, down, *third = (Linear(*each, is_fp8) for each in zip(*_halves(layer), strict=True))
+    weights, biases = _halves(layer)
+    linears = zip(weights, biases, totals or [None] * len(weights), strict=True)
+    first, down, *third = (Linear(weight, bias, is_fp8, total) for weight, bias, total in linears)
     return tokens, Layer([first, *third], down)
 
 

@@ -16,6 +16,7 @@ from counterpoint.schedule.expert_choice import FEW_CTAS
 from counterpoint.schedule.expert_layout import ExpertLayout
 
 BLOCK = 2048
+GATE_TILE = 4, 512  # rows and columns of what a CTA computes of an activation whose inputs lie in one matrix
 ROW_BLOCK = 1024
 UNITS_OF_A_CTA = 8  # about how many; with 2 to 16 calls took equally long (2 H200s)
 NUM_WARPS = 8
@@ -27,30 +28,41 @@ Part = Literal["all", "first", "rest", "own"]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def gate_kernel(first, second, result, number, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """result = silu(first) * second."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < number
-    x = tl.load(first + at, mask=inside).to(tl.float32)
-    y = tl.load(second + at, mask=inside).to(tl.float32)
+def tile(num_rows, width, rows: tl.constexpr, columns: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the rows and columns of this CTA's tile of a matrix, and which of them are inside of it."""
+    tiles_of_row = tl.cdiv(width, columns)
+    at = tl.program_id(0).to(tl.int64)
+    row = at // tiles_of_row * rows + tl.arange(0, rows)[:, None]
+    column = at % tiles_of_row * columns + tl.arange(0, columns)[None, :]
+    return row, column, (row < num_rows) & (column < width)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
+    first, second, result, stride, num_rows, width, rows: tl.constexpr, columns: tl.constexpr
+):
+    """result = silu(first) * second; `stride`: of the inputs' rows."""
+    row, column, inside = tile(num_rows, width, rows, columns)
+    x = tl.load(first + row * stride + column, mask=inside).to(tl.float32)
+    y = tl.load(second + row * stride + column, mask=inside).to(tl.float32)
     silu = (x / (1.0 + tl.exp(-x))).to(result.dtype.element_ty).to(tl.float32)
-    tl.store(result + at, (silu * y).to(result.dtype.element_ty), mask=inside)
+    tl.store(result + row * width + column, (silu * y).to(result.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917  what a kernel is launched with
-    first, second, gradient, result, of_first, of_second, number, block: tl.constexpr
+    first, second, gradient, result, of_first, of_second, stride, num_rows, width, rows: tl.constexpr, columns: tl.constexpr
 ):
-    """result = silu(first) * second again, and the gradients of both."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < number
+    """result = silu(first) * second again, and the gradients of both; `stride`: of the rows of the inputs and of these."""
+    row, column, inside = tile(num_rows, width, rows, columns)
     kind = result.dtype.element_ty
+    at, there = row * stride + column, row * width + column
     x = tl.load(first + at, mask=inside).to(tl.float32)
     y = tl.load(second + at, mask=inside).to(tl.float32)
-    dz = tl.load(gradient + at, mask=inside).to(tl.float32)
+    dz = tl.load(gradient + there, mask=inside).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-x))
     silu = (x * sigmoid).to(kind).to(tl.float32)
-    tl.store(result + at, (silu * y).to(kind), mask=inside)
+    tl.store(result + there, (silu * y).to(kind), mask=inside)
     tl.store(of_second + at, (dz * silu).to(kind), mask=inside)
     of_silu = (dz * y).to(kind).to(tl.float32)
     tl.store(of_first + at, (of_silu * sigmoid * (1.0 + x * (1.0 - sigmoid))).to(kind), mask=inside)
@@ -67,17 +79,29 @@ def power_of_2(number: int) -> int:
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return silu(first) * second of two contiguous matrices."""
-    result = torch.empty_like(first)
-    number = first.numel()
-    gate_kernel[(num_blocks(number, BLOCK),)](first, second, result, number, BLOCK, num_warps=NUM_WARPS)
+    """Return silu(first) * second of two matrices, contiguous or halves of one."""
+    result = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+    numbers, tile_size, grid = _tiles(first)
+    gate_kernel[grid](first, second, result, *numbers, *tile_size, num_warps=NUM_WARPS)
     return result
 
 
 def gate_backward(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-    """Compute silu(first) * second, and the gradients of first and second, in `outs`; all are contiguous."""
-    number = first.numel()
-    gate_backward_kernel[(num_blocks(number, BLOCK),)](first, second, gradient, *outs, number, BLOCK, num_warps=NUM_WARPS)
+    """Compute silu(first) * second, and the gradients of first and second, in `outs`. These gradients have the inputs'
+    strides; the others are contiguous.
+    """
+    numbers, tile_size, grid = _tiles(first)
+    gate_backward_kernel[grid](first, second, gradient, *outs, *numbers, *tile_size, num_warps=NUM_WARPS)
+
+
+def _tiles(matrix: torch.Tensor) -> tuple[tuple[int, int, int], tuple[int, int], tuple[int]]:
+    """Return stride, rows and width of a matrix, which is one row if it is contiguous; the size of a tile; and the grid."""
+    if matrix.is_contiguous():
+        stride, num_rows, width, tile_size = matrix.numel(), 1, matrix.numel(), (1, BLOCK)
+    else:
+        stride, (num_rows, width), tile_size = matrix.stride(0), matrix.shape, GATE_TILE
+    grid = (num_blocks(num_rows, tile_size[0]) * num_blocks(width, tile_size[1]),)
+    return (stride, num_rows, width), tile_size, grid
 
 
 @triton.jit(do_not_specialize=["first", "first_place", "origin"])  # type: ignore[untyped-decorator]

@@ -6,12 +6,13 @@ rows. Other ranks' tokens are sent again if weights need their gradients, beside
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple, TypeAlias, final
 
 import torch
 
+from counterpoint.ops.dispatch import MainTotals
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
@@ -19,6 +20,7 @@ from counterpoint.ops.grouped_matmul import (
     ExpertRows,
     Memory,
     add_bias,
+    add_weight_gradients,
     bias_gradient,
     multiply,
     multiply_in_fp8,
@@ -27,17 +29,20 @@ from counterpoint.ops.grouped_matmul import (
 from counterpoint.schedule.expert_layout import ExpertRange
 
 Matrices = Sequence[torch.Tensor]
+Totals: TypeAlias = Callable[[], MainTotals]
 Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # of weights and biases
 DISPATCH, AGAIN, COMBINE = ExpertRegion
 
 
 class Linear(NamedTuple):
     """The weights (E, N, K) and, if any, the biases (E, N) of one linear of every expert. `is_fp8`: forward multiplies in
-    fp8."""
+    fp8. `totals`: returns what takes the gradients of the weights, if autograd does not.
+    """
 
     weights: torch.Tensor
     bias: torch.Tensor | None = None
     is_fp8: bool = False
+    totals: Totals | None = None
 
 
 class Layer(NamedTuple):
@@ -196,23 +201,34 @@ def ffn_backward(
             for of_input, up in others:
                 of_rows.add_(multiply(of_input, _part_of(up.weights, group.experts), experts))
             combine.add(group.number, of_rows)
-    of_down = _of_linear((dispatch.all_rows(), hidden if wanted.down else None), routing, has_bias=wanted.down_bias)
+    of_hidden = dispatch.all_rows(), hidden if wanted.down else None
+    of_down = _of_linear(of_hidden, routing, down.totals, has_bias=wanted.down_bias)
     rows = rows if again is None else _all_arrived(again, routing)
     of_ups = [
-        _of_linear((of_input, rows if wanted.ups else None), routing, has_bias=wanted.up_biases) for of_input in of_inputs
+        _of_linear((of_input, rows if wanted.ups else None), routing, up.totals, has_bias=wanted.up_biases)
+        for of_input, up in zip(of_inputs, ups, strict=True)
     ]
     of_tokens = combine.results() if combine is not None else None
     work.finish()
     return LayerGradients(of_tokens, of_ups, of_down)
 
 
-def _of_linear(tensors: tuple[torch.Tensor, torch.Tensor | None], routing: ExpertRouting, *, has_bias: bool) -> Gradients:
-    """Return the gradients of weights and biases.
+def _of_linear(
+    tensors: tuple[torch.Tensor, torch.Tensor | None],
+    routing: ExpertRouting,
+    totals: Totals | None = None,
+    *,
+    has_bias: bool,
+) -> Gradients:
+    """Return the gradients of weights and biases; those of weights go to the totals, if there are any.
 
     `tensors` are the gradient of the linear's results, and its inputs, or None if no weight needs a gradient.
     """
-    gradient, rows = tensors
-    of_weights = None if rows is None else weight_gradient(gradient, rows, routing.experts)
+    (gradient, rows), of_weights = tensors, None
+    if rows is not None and totals is not None:
+        add_weight_gradients(gradient, rows, routing.experts, totals())
+    elif rows is not None:
+        of_weights = weight_gradient(gradient, rows, routing.experts)
     return of_weights, bias_gradient(gradient, routing.experts) if has_bias else None
 
 

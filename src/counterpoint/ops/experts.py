@@ -15,6 +15,7 @@ import torch.distributed as dist
 from counterpoint.errors import OperatorError
 from counterpoint.ops.arguments import problem_of_layouts, problem_of_pair, runtime_for
 from counterpoint.ops.expert_functions import Combine, Dispatch, ExpertCall, ExpertFfn
+from counterpoint.ops.expert_passes import Totals
 from counterpoint.ops.expert_routing import Called, ExpertRouting, TokensPerExpert, words_of
 from counterpoint.ops.gated_activation import Activation
 from counterpoint.ops.grouped_matmul import obstacle_to_fp8
@@ -40,6 +41,7 @@ def expert_ffn(
     schedule: ScheduleDescription | None = None,
     beside: Callable[[], None] | None = None,
     keeps_tokens: bool = False,
+    totals: Sequence[Totals | None] = (),
 ) -> torch.Tensor:
     """Run the experts' feed-forward layers on this rank's tokens, each on the rank that holds its expert: (T, dim) ->
     (T, dim).
@@ -52,7 +54,7 @@ def expert_ffn(
 
     `activation` replaces silu. It is called with `w1 x`, and with `w3 x` after it if there is a w3: matrices (n, hidden).
     It works row by row, and autograd differentiates it. If it takes one matrix, it may return another width. So w1
-    (E, N, dim) can hold gate and up, with w2 (E, dim, hidden).
+    (E, N, dim) can hold gate and up, with w2 (E, dim, hidden). `ops.gated_silu` is one kernel on GPUs.
 
     With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
     feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
@@ -60,6 +62,9 @@ def expert_ffn(
     `beside` is called once, in forward, before the host waits for the counts: its computation on the current stream hides
     that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
     experts got, for the gradients of w1 and w3; otherwise they are sent again in backward, unless they are few.
+
+    `totals` has for each weight a function that backward calls, or None. It returns the totals, (N, K) of each expert, to
+    which the weight's gradients are added in their own type. Autograd then gets none for this weight.
 
     Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces. A call like those
     before it may send and multiply its tokens before the host knows the counts. All ranks call it together, with the same
@@ -83,7 +88,7 @@ def expert_ffn(
     called = Called(
         "expert_ffn", tokens, tokens_per_expert, sizes, schedule, keeps_tokens, has_beside, is_fp8, has_gradients
     )
-    call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8)
+    call = ExpertCall(runtime, called, activation=activation, beside=beside, is_fp8=is_fp8, totals=totals)
     found: torch.Tensor = ExpertFfn.apply(call, tokens, *weights, *added)
     return found
 

@@ -1,4 +1,5 @@
-"""The activation between an expert's matmuls: silu(first) * second by default, or the caller's function.
+"""The activation between an expert's matmuls: silu(first) * second by default, of two matrices or of the halves of one, or
+the caller's function.
 
 Backward keeps its inputs, not its result, and computes the result again.
 """
@@ -14,12 +15,23 @@ FUSED_TYPES = (torch.bfloat16, torch.float16)
 silu = torch.nn.functional.silu
 
 
+def gated_silu(both: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up of (n, 2 * hidden), which holds gate and up, one beside the other: an activation for one matrix
+    that is one kernel on GPUs.
+    """
+    gate, up = both.chunk(2, -1)
+    result: torch.Tensor = silu(gate) * up
+    return result
+
+
 def activate(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the activation of one or two matrices (n, hidden), in their type: under autocast a function may return another,
     which the next matmul would not take.
     """
-    if activation is not None:
+    halves = _halves(activation, inputs)
+    if activation is not None and halves is None:
         return activation(*inputs).to(inputs[0].dtype)
+    inputs = inputs if halves is None else halves
     if _is_fused(inputs):
         from counterpoint.ops.expert_kernels import gate  # noqa: PLC0415  needs Triton
 
@@ -35,11 +47,13 @@ def activate_backward(
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Compute the activation again, and the gradients of its inputs, in `outs` in this order."""
-    if activation is None and _is_fused(inputs):
+    halves = _halves(activation, inputs)
+    if halves is not None or (activation is None and _is_fused(inputs)):
         from counterpoint.ops.expert_kernels import gate_backward  # noqa: PLC0415  needs Triton
 
-        first, second = inputs
-        gate_backward(first, second, gradient, outs)
+        first, second = inputs if halves is None else halves
+        result, *of_inputs = outs
+        gate_backward(first, second, gradient, (result, *(of_inputs if halves is None else of_inputs[0].chunk(2, 1))))
         return
     found = _differentiated(activation, inputs, gradient) if activation else _silu_backward(inputs, gradient)
     for out, each in zip(outs, found, strict=True):
@@ -53,6 +67,12 @@ def _silu_backward(inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> li
         return [result, torch.ops.aten.silu_backward(gradient, first)]
     second, of_second = others[0], gradient * result
     return [result.mul_(second), torch.ops.aten.silu_backward(gradient.mul(second), first), of_second]
+
+
+def _halves(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+    """Return gate and up of an activation that one kernel computes from one matrix; None for any other."""
+    halves = inputs[0].chunk(2, 1) if activation is gated_silu else ()
+    return halves if halves and _is_fused(halves) else None
 
 
 def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:

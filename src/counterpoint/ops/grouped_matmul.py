@@ -13,6 +13,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from counterpoint.ops.computation import set_product
+from counterpoint.ops.dispatch import MainTotals
+
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 LEAST_SCALE = 1e-12  # for rows of zeros
@@ -115,6 +118,20 @@ def add_bias(product: torch.Tensor, bias: torch.Tensor | None, experts: ExpertRo
         return product
     numbers = torch.arange(product.shape[0], dtype=torch.int32, device=bias.device)
     return product.add_(bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True)))
+
+
+def add_weight_gradients(gradient: torch.Tensor, rows: torch.Tensor, experts: ExpertRows, totals: MainTotals) -> None:
+    """Add the gradient of each expert's weight to its total, of (N, K); or set it: (n, N), (n, K). Each is one matmul, which
+    adds in the total's type.
+    """
+    start = 0
+    for number, total in zip(experts.counts, totals.matrices, strict=True):
+        part = slice(start, start + number)
+        if number:
+            set_product(gradient[part].t(), rows[part], total, is_added=not totals.are_set)
+        elif totals.are_set:
+            total.zero_()
+        start += number
 
 
 def bias_gradient(rows: torch.Tensor, experts: ExpertRows) -> torch.Tensor:

@@ -150,7 +150,7 @@ def propose_overlaps(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Pro
     calibration = load_calibration(machine)
     experts = ExpertModel(step, CostModel(machine, calibration), calibration)
     of_experts = [
-        (index, each) for index, each in able if index in experts.layers.layer_of or index in experts.layers.counts
+        (index, each) for index, each in able if index in experts.layers.layer_of or index in experts.layers.others
     ]
     taken = {index for index, _ in of_experts}
     pairs = _propose_pairs(step, machine, [(index, each) for index, each in able if index not in taken])
@@ -170,7 +170,7 @@ def _propose_experts(
     able: list[int] = []
     refusals: dict[str, Refusal] = {}
     for index, operation in collectives:
-        if index in experts.layers.counts:
+        if index in experts.layers.others:
             continue
         obstacle = obstacle_to_copies(operation, step.num_ranks, machine)
         found = experts.estimate(index) if obstacle is None else obstacle
@@ -182,8 +182,7 @@ def _propose_experts(
     whole = [layer for layer in experts.layers.found if {layer.dispatch, layer.combine} <= set(able)]
     if not whole:
         return proposal(refusals=refusals.values())
-    told = [layer.counts for layer in whole if layer.counts is not None]
-    numbers = sorted({number for layer in whole for number in (layer.dispatch, layer.combine)}.union(told))
+    numbers = sorted({number for layer in whole for number in (layer.dispatch, layer.combine, *layer.others)})
     saved_us = sum(step.operations[number].lone_us or 0.0 for layer in whole for number in layer.reorders)
     reason = (
         "experts' matmuls wait while rows arrive, and later kernels wait while rows return; in groups of "

@@ -86,7 +86,7 @@ class EffectReader:
         effects = [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
         for layer in self._experts.layers.found if self._experts else ():
             if effects[layer.dispatch].overlap and effects[layer.combine].overlap:
-                for number in layer.reorders:
+                for number in layer.unneeded:
                     effects[number] = msgspec.structs.replace(effects[number], is_saved=True)
         self._move_in_place(effects)
         return effects
@@ -167,13 +167,13 @@ class EffectReader:
 
     def _overlap(self, index: int, control: OverlapMatmul, where: str) -> Overlap | None:
         """Return the collective as part of an operator; None for an all-to-all of sizes, because the experts' operators
-        exchange the sizes, too.
+        exchange the sizes, too, and for one that only goes with the rows.
         """
         if self._pairs is None or self._model is None or self._experts is None:
             self._pairs = MatmulPairs(self._step)
             self._model = OverlapModel(self._step, self._machine, self._calibration)
             self._experts = ExpertModel(self._step, self._costs, self._calibration)
-        if index in self._experts.layers.counts:
+        if index in self._experts.layers.others:
             return None
         exchange = self._experts.estimate(index) if index in self._experts.layers.layer_of else None
         if isinstance(exchange, ExpertExchange):

@@ -1,12 +1,16 @@
 """Finds the all-to-alls of a step that bring tokens to experts and back, with the matmuls between them, and estimates how
 much of their time operators would leave exposed.
 
-Two all-to-alls of one group belong together if the second returns what the first brought and matmuls lie between them.
+Two all-to-alls of one group belong together if the second returns what the first brought and matmuls lie between them. A
+smaller one may go with either of them, such as that of the tokens' probabilities in Megatron-LM.
 """
 
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
 
 from counterpoint.schedule.expert_choice import CallSize, obstacle_to_exchange, size_for
 from counterpoint.schedule.expert_layout import num_parts_of
@@ -19,24 +23,37 @@ from counterpoint.value import Value
 
 MOST_COUNTS_BYTES = 1 << 16  # most bytes of an all-to-all of counts: 8 bytes for each of 8,192 experts
 # Kernels that put rows in another order, or find out in which: torch's cat, index, index_put, gather, their gradients, sorts
-# and scans of indices, fills (of padding), torchtitan's own (torch 2.11, torchtitan 0.2.2)
+# and scans of indices, fills (of padding), torchtitan's own, TransformerEngine's (torch 2.11, torchtitan 0.2.2,
+# TransformerEngine 2.20)
 REORDERS = re.compile(
-    r"(?i)index|gather|scatter|CatArray|Fill|fill_indices|RadixSort|DeviceScan|direct_copy|arange|Memcpy DtoD|Memset"
+    r"(?i)index|gather|scatter|CatArray|Fill|fill_indices|RadixSort|DeviceScan|direct_copy|arange|chunk|Memcpy DtoD|Memset"
 )
 
 
 class ExpertLayer(Value, frozen=True, kw_only=True):
-    """The two all-to-alls of an expert layer in one direction, by number, and what runs between them on its stream.
+    """The two all-to-alls of an expert layer in one direction, by number, and what runs between them.
 
-    `matmuls` are in order. `reorders` are kernels that only reorder rows. `counts` is the all-to-all of the sizes before
-    it.
+    `matmuls` are in order, on `num_streams`. `reorders` are kernels that only reorder rows, `companions` all-to-alls that go
+    with the two. `counts` is the all-to-all of the sizes before it.
     """
 
     dispatch: int
     combine: int
     matmuls: tuple[int, ...]
     reorders: tuple[int, ...]
+    companions: tuple[int, ...] = ()
     counts: int | None = None
+    num_streams: int = 1
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other all-to-alls of the layer, which an operator replaces as well."""
+        return self.companions if self.counts is None else (self.counts, *self.companions)
+
+    @property
+    def unneeded(self) -> tuple[int, ...]:
+        """What an operator for the layer makes unnecessary."""
+        return self.reorders + self.companions
 
 
 class ExpertLayers:
@@ -53,14 +70,18 @@ class ExpertLayers:
         for line in groups.values():
             self._pair(line)
         self.layer_of = {index: layer for layer in self.found for index in (layer.dispatch, layer.combine)}
-        self.counts = {layer.counts for layer in self.found if layer.counts is not None}
+        self.others = {index for layer in self.found for index in layer.others}
 
-    def _pair(self, line: Sequence[int]) -> None:
+    def _pair(self, whole: Sequence[int]) -> None:
+        companions = self._companions(whole)
+        line = [number for number in whole if number not in companions.values()]
         place, counts = 0, None
         while place < len(line):
             here = line[place]
-            layer = self._layer(here, line[place + 1], counts) if place + 1 < len(line) else None
+            layer = self._layer(here, line[place + 1]) if place + 1 < len(line) else None
             if layer is not None:
+                others = tuple(companions[each] for each in (layer.dispatch, layer.combine) if each in companions)
+                layer = msgspec.structs.replace(layer, companions=others, counts=counts)
                 self.found.append(layer)
                 place, counts = place + 2, None
                 continue
@@ -69,7 +90,16 @@ class ExpertLayers:
             self.obstacles[here] = "no all-to-all returns what it brings to experts' matmuls"
             place += 1
 
-    def _layer(self, dispatch: int, combine: int, counts: int | None) -> ExpertLayer | None:
+    def _companions(self, line: Sequence[int]) -> dict[int, int]:
+        """Return the all-to-all that goes with another one, directly before or after it."""
+        found: dict[int, int] = {}
+        for earlier, later in pairwise(line):
+            for small, large in ((later, earlier), (earlier, later)):
+                if large not in found and small not in found.values() and self._parts(small).goes_with(self._parts(large)):
+                    found[large] = small
+        return found
+
+    def _layer(self, dispatch: int, combine: int) -> ExpertLayer | None:
         """Return the layer between two all-to-alls, if they belong together."""
         brought, returned = self._parts(dispatch), self._parts(combine)
         if not returned.returns(brought):
@@ -78,12 +108,14 @@ class ExpertLayers:
         streams = Counter(self._operations[number].stream for number in between if self._is_matmul(number))
         if not streams:
             return None
-        main = streams.most_common(1)[0][0]
-        line = [number for number in between if self._operations[number].stream == main]
-        matmuls = tuple(number for number in line if self._is_matmul(number))
+        most = max(streams.values())
+        mains = {stream for stream, number in streams.items() if 2 * number >= most}  # TransformerEngine has four
+        matmuls = tuple(number for number in between if self._operations[number].stream in mains and self._is_matmul(number))
+        places = mains | {self._operations[dispatch].stream}
+        line = [number for number in between if self._operations[number].stream in places]
         outside = [number for number in line if not matmuls[0] <= number <= matmuls[-1]]
         reorders = tuple(number for number in outside if _is_reorder(self._operations[number]))
-        return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders, counts=counts)
+        return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders, num_streams=len(mains))
 
     def _parts(self, number: int) -> UnevenParts:
         parts = self._step.collective(number).parts
@@ -140,7 +172,7 @@ class ExpertModel:
         if that is more; or the copy of own results beside the last group's.
         """
         copied_us = self._costs.copied_us(collective)
-        matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls)
+        matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls) / layer.num_streams
         share = 1 / num_parts_of(num_groups)
         hidden_us = matmuls_us * (1 - share)
         own_bytes = 2 * collective.parts.kept_bytes if is_combine and collective.parts else 0  # read, and written

@@ -77,7 +77,10 @@ def expert_parallel_refuses() -> None:
     """Experts of another style or formula stay as they are, with the reason; so do models without any."""
     num_experts = PER_RANK * dist.get_world_size()
     refused(lambda: expert_parallel.overlap(nn.Linear(2, 2), keeps_tokens=1), "keeps_tokens must be True or False; found 1")
-    refused(lambda: expert_parallel.overlap(nn.Linear(2, 2)), "has no experts that torchtitan or transformers spread")
+    refused(
+        lambda: expert_parallel.overlap(nn.Linear(2, 2)),
+        "has no experts that torchtitan, transformers or Megatron-LM spread",
+    )
     refused(lambda: expert_parallel.overlap(None), "found one of type NoneType")  # type: ignore[arg-type]
     refused(lambda: expert_parallel.overlap(Mixtures(1, num_experts)), "Parallelize it first")
     deep = spread(Mixtures(1, num_experts), whole_mesh(), DeepEPExpertParallel)

@@ -1,0 +1,77 @@
+"""The weights of experts that are a parameter each, as in Megatron-LM, for grouped matmuls, which take one tensor of all.
+
+Megatron-LM's buffers hold the parameters of a linear one after the other, in reverse order of the experts. A view of the
+buffer is then one tensor of all weights, in this order.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from counterpoint.integrations.main_gradients import MainGradient
+from counterpoint.ops.dispatch import MainTotals
+
+Weights = Sequence[torch.Tensor]
+
+
+def are_reversed(weights: Weights) -> bool:
+    """Return whether weights lie in memory at equal distances, the last one first."""
+    return (_distance(weights) or 0) < 0
+
+
+def stacked(weights: Weights, mains: Sequence[MainGradient | None]) -> torch.Tensor:
+    """Return weights (N, K) as one tensor (E, N, K): a view where they lie at equal distances in this order, and a copy
+    otherwise. Their gradients go to them, or, as `totals_of` says, to main gradients.
+    """
+    found: torch.Tensor = Stacked.apply(mains, *weights)
+    return found
+
+
+def totals_of(mains: Sequence[MainGradient | None]) -> Callable[[], MainTotals] | None:
+    """Return what gives a backward pass the main gradients of weights, if all have one."""
+    found = [each for each in mains if each is not None]
+    return partial(_totals, found) if len(found) == len(mains) else None
+
+
+class Stacked(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
+    """See `stacked`."""
+
+    @staticmethod
+    def forward(ctx: Any, mains: Sequence[MainGradient | None], *weights: torch.Tensor) -> torch.Tensor:
+        """See `torch.autograd.Function.forward`."""
+        ctx.mains = mains
+        ctx.set_materialize_grads(False)
+        first, distance = weights[0], _distance(weights)
+        if distance is None or distance < 0:
+            return torch.stack(weights)
+        return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """See `torch.autograd.Function.backward`. Without a gradient, the main gradients have got it."""
+        if gradient is not None:
+            return None, *gradient.unbind()
+        return None, *(None if each is None else each.sign() for each in ctx.mains)
+
+
+def _distance(weights: Weights) -> int | None:
+    """Return the numbers from each weight to the next in memory, if it is the same for all; they overlap in none."""
+    first, *others = weights
+    if not others:
+        return first.numel()
+    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    distance = int(others[0].data_ptr() - place) // first.itemsize
+    is_regular = abs(distance) >= first.numel() and all(
+        later.data_ptr() - earlier.data_ptr() == distance * first.itemsize
+        and later.untyped_storage().data_ptr() == storage
+        and later.stride() == first.stride()
+        for earlier, later in pairwise(weights)
+    )
+    return distance if is_regular and first.is_contiguous() else None
+
+
+def _totals(mains: Sequence[MainGradient]) -> MainTotals:
+    return MainTotals([each.total for each in mains], mains[0].is_first)
