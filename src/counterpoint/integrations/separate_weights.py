@@ -61,9 +61,9 @@ def _distance(weights: Weights) -> int | None:
     """Return the numbers from each weight to the next in memory, if it is the same for all; they overlap in none."""
     first, *others = weights
     if not others:
-        return first.numel()
+        return int(first.numel())
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    distance = int(others[0].data_ptr() - place) // first.itemsize
+    distance: int = (others[0].data_ptr() - place) // first.itemsize
     is_regular = abs(distance) >= first.numel() and all(
         later.data_ptr() - earlier.data_ptr() == distance * first.itemsize
         and later.untyped_storage().data_ptr() == storage

@@ -54,7 +54,7 @@ def expert_ffn(
 
     `activation` replaces silu. It is called with `w1 x`, and with `w3 x` after it if there is a w3: matrices (n, hidden).
     It works row by row, and autograd differentiates it. If it takes one matrix, it may return another width. So w1
-    (E, N, dim) can hold gate and up, with w2 (E, dim, hidden). `ops.gated_silu` is one kernel on GPUs.
+    (E, N, dim) can hold gate and up, with w2 (E, dim, hidden); `ops.gated_silu` is such a function, one kernel on GPUs.
 
     With `is_fp8` the matmuls of the forward pass round their bf16 operands to fp8 (e4m3); each token and each output
     feature of a weight has its own scale. Gradients are computed in bf16, as if nothing had been rounded.
@@ -63,8 +63,8 @@ def expert_ffn(
     that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
     experts got, for the gradients of w1 and w3; otherwise they are sent again in backward, unless they are few.
 
-    `totals` has for each weight a function that backward calls, or None. It returns the totals, (N, K) of each expert, to
-    which the weight's gradients are added in their own type. Autograd then gets none for this weight.
+    `totals` has a function for each weight, or None. Backward calls it for the matrices (N, K) of each expert to which it
+    adds the gradients, in the matrices' type; autograd then gets none for this weight.
 
     Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces. A call like those
     before it may send and multiply its tokens before the host knows the counts. All ranks call it together, with the same
@@ -76,12 +76,8 @@ def expert_ffn(
     added: Biases = [None] * len(weights) if biases is None else biases
     is_joined = activation is not None and w3 is None
     problem = _problem_of_ffn(tokens, weights, is_joined=is_joined) or _problem_of_biases("expert_ffn", weights, added)
-    if not problem and activation is not None and not callable(activation):
-        problem = f"expert_ffn takes a function as activation; found one of type {type(activation).__name__}. Pass one."
-    if is_fp8 and not problem:
-        obstacle = next((obstacle for each in weights if (obstacle := obstacle_to_fp8(each))), "")
-        problem = f"expert_ffn in fp8 {obstacle}." if obstacle else ""
-    if problem:
+    problem = problem or _problem_of_functions(activation, totals, weights)
+    if problem := problem or (_problem_in_fp8(weights) if is_fp8 else ""):
         runtime.refuse(problem)
     sizes = (w1.shape[0], len(weights), *w1.shape[1:], *_sizes_of_biases(added), *(w2.shape[2:] if is_joined else ()))
     has_beside, has_gradients = beside is not None, _have_gradients(tokens, *weights, *added)
@@ -176,6 +172,20 @@ def _problem_of_ffn(tokens: torch.Tensor, weights: Sequence[torch.Tensor], *, is
         shapes = [tuple(each.shape) for each in weights]
         return f"expert_ffn takes {ups} and w2 of (E, dim, hidden); found {shapes}. Change one."
     return _problem_of("expert_ffn", tokens, w2, w2.shape[2])
+
+
+def _problem_of_functions(activation: object, totals: Sequence[object], weights: Sequence[object]) -> str:
+    """Return what is wrong with the functions that a layer is given, or nothing."""
+    if activation is not None and not callable(activation):
+        return f"expert_ffn takes a function as activation; found one of type {type(activation).__name__}. Pass one."
+    if len(totals) not in (0, len(weights)):
+        return f"expert_ffn takes totals for each of {len(weights)} weights, or none; found {len(totals)}. Give as many."
+    return ""
+
+
+def _problem_in_fp8(weights: Sequence[torch.Tensor]) -> str:
+    obstacle = next((obstacle for each in weights if (obstacle := obstacle_to_fp8(each))), "")
+    return f"expert_ffn in fp8 {obstacle}." if obstacle else ""
 
 
 def _have_gradients(*operands: torch.Tensor | None) -> bool:
