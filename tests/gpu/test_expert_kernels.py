@@ -1,4 +1,4 @@
-"""The Triton kernels that place and send experts' rows, for several ranks whose memory is on one GPU."""
+"""The Triton kernels that place and send experts' rows, for several ranks whose memory is on one GPU, and that gate them."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 
 from counterpoint.ops import expert_kernels as kernels
 from counterpoint.ops.expert_sorting import places_on_host
+from counterpoint.ops.gated_activation import activate, activate_backward, gated_silu
 from counterpoint.ops.grouped_matmul import multiply_grouped
 from counterpoint.schedule.expert_layout import ExpertLayout
 
@@ -131,3 +132,18 @@ def test_a_grouped_matmul_leaves_rows_behind_its_ends_alone() -> None:
     wanted = torch.cat([rows[:8] @ weights[0].T, rows[8:40] @ weights[1].T])
     torch.testing.assert_close(found[:40], wanted)
     assert torch.equal(found[:40], multiply_grouped(rows[:40], weights.mT, ends)), "the same bits as without the other rows"
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (37, 24), (5, 512), (1000, 768), (513, 1408)])
+def test_gate_and_up_of_one_matrix_give_the_bits_of_two(shape: tuple[int, int]) -> None:
+    num_rows, width = shape
+    both = torch.randn(num_rows, 2 * width, device="cuda").bfloat16()
+    apart = [each.contiguous() for each in both.chunk(2, 1)]
+    assert torch.equal(activate(gated_silu, [both]), activate(None, apart))
+    gradient = torch.randn(num_rows, width, device="cuda").bfloat16()
+    of_both, of_apart = [torch.empty_like(both)], [torch.empty_like(gradient) for _ in range(2)]
+    again, other = torch.empty_like(gradient), torch.empty_like(gradient)
+    activate_backward(gated_silu, [both], gradient, [again, *of_both])
+    activate_backward(None, apart, gradient, [other, *of_apart])
+    assert torch.equal(again, other)
+    assert torch.equal(of_both[0], torch.cat(of_apart, 1))

@@ -221,3 +221,48 @@ def test_a_workload_with_parts_that_do_not_fit_is_refused(tmp_path: Path, parts:
     path.write_text(ALL_TO_ALL + parts)
     with pytest.raises(WorkloadError, match=said):
         load_workload(path)
+
+
+def megatron_step(rows_back: UnevenParts = BACK) -> Step:
+    """Probabilities travel after the tokens, and matmuls of single experts are on two streams, as TransformerEngine's."""
+    probs = UnevenParts(sent_bytes=(100_000, 300_000), received_bytes=(100_000, 50_000), group_rank=0)
+    operations: list[Operation] = [
+        kernel("router"),
+        exchange(OUT, 0),
+        exchange(probs),
+        kernel("_sort_chunks_by_map_kernel", 2, lone_us=150.0),
+    ]
+    operations += [msgspec.structs.replace(kernel("grouped", 3, lone_us=450.0), stream=2 + place % 2) for place in range(4)]
+    operations += [
+        kernel("_sort_chunks_by_map_kernel", 4, 5, 6, 7, lone_us=150.0),
+        exchange(rows_back, 8),
+        kernel("norm", 9),
+    ]
+    own_stream = [msgspec.structs.replace(each, stream=0) if isinstance(each, Collective) else each for each in operations]
+    return step_of(*own_stream)
+
+
+def test_what_goes_with_tokens_and_several_streams_belong_to_a_layer() -> None:
+    step = megatron_step()
+    (layer,) = ExpertLayers(step).found
+    assert (layer.dispatch, layer.combine, layer.companions) == (1, 9, (2,))
+    assert layer.matmuls == (4, 5, 6, 7)
+    assert layer.reorders == (3, 8)
+    assert layer.num_streams == 2
+    (candidate,) = propose_overlaps(step, H200).candidates
+    assert candidate.directives[0].match.operations == (1, 2, 9)
+    before, after = (
+        measure(Simulator().run(step, H200, plan)).makespan_us for plan in (LEAVE_IT, Plan(directives=candidate.directives))
+    )
+    assert before - after > 300, "rows need no reordering, and travel beside matmuls"
+
+
+def test_other_small_exchanges_do_not_go_with_tokens() -> None:
+    """Counts are not spread as tokens are, and what is nearly as large as the tokens is no companion."""
+    assert not COUNTS.goes_with(OUT)
+    assert not OUT.goes_with(OUT)
+    assert not BACK.goes_with(OUT)
+    few = UnevenParts(sent_bytes=(0, 0), received_bytes=(0, 0), group_rank=0)
+    assert not few.goes_with(OUT)
+    (layer,) = ExpertLayers(expert_step()).found
+    assert layer.companions == ()

@@ -56,6 +56,7 @@ def test_a_call_of_experts_that_cannot_be_made_is_one_line_on_every_rank_and_the
         "sparse tokens": "Rank 1 of the group: expert_ffn multiplies dense matrices; found one of layout torch.sparse_coo.",
         "no tensor": "Rank 1 of the group: expert_ffn takes tensors as tokens and weights; found a value of type NoneType",
         "an activation by name": "expert_ffn takes a function as activation; found one of type str.",
+        "totals are missing": "Rank 1 of the group: expert_ffn takes totals for each of 2 weights, or none; found 1.",
         "biases are missing": "Rank 1 of the group: expert_ffn takes 2 biases, one for each weight or None; found 1.",
         "fp8 of other types": "of the group: expert_ffn in fp8 takes operands in bf16; found torch.float64. Convert them.",
         "a bias does not fit": "Rank 1 of the group: expert_ffn adds a bias of (2, 11) torch.float64 on cpu; found (",

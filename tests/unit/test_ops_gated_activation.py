@@ -27,3 +27,17 @@ def test_a_callers_activation_may_return_another_type_or_ignore_an_input(
     outs = [torch.empty_like(inputs[0]) for _ in range(3)]
     gated_activation.activate_backward(activation, inputs, torch.ones_like(inputs[0]), outs)
     assert all(map(torch.equal, outs, wanted))
+
+
+def test_gate_and_up_of_one_matrix_give_what_two_give() -> None:
+    """With the gradients of both in one matrix, which on GPUs one kernel computes (`tests/gpu/test_expert_kernels.py`)."""
+    both = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    halves, gradient = list(both.chunk(2, 1)), torch.ones(5, 6, dtype=torch.float64)
+    assert torch.equal(
+        gated_activation.activate(gated_activation.gated_silu, [both]), gated_activation.activate(None, halves)
+    )
+    joined = [torch.empty(5, 6, dtype=torch.float64), torch.empty_like(both)]
+    gated_activation.activate_backward(gated_activation.gated_silu, [both], gradient, joined)
+    apart = [torch.empty(5, 6, dtype=torch.float64) for _ in range(3)]
+    gated_activation.activate_backward(None, halves, gradient, apart)
+    assert torch.allclose(torch.cat(joined, 1), torch.cat(apart, 1), rtol=1e-12)

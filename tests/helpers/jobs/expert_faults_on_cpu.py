@@ -61,6 +61,7 @@ def faults() -> None:
         "sparse tokens": lambda: call(17, tokens.detach().to_sparse() if is_wrong else tokens),
         "no tensor": lambda: call(7, None if is_wrong else tokens),
         "an activation by name": lambda: call(16, activation="gelu" if is_wrong else None),
+        "totals are missing": lambda: call(16, totals=(None,) if is_wrong else ()),
         "no schedule": lambda: call(8, schedule="ring"),
         "biases are missing": lambda: call(10, biases=[None] * (2 - is_wrong)),
         "fp8 of other types": lambda: call(13, is_fp8=True),

@@ -26,7 +26,7 @@ USUAL = {
 class Layers(nn.Module):
     def __init__(self, **changed: Any) -> None:
         super().__init__()
-        double.install()
+        double.install_experts()
         config = SimpleNamespace(
             **{**USUAL, "features": FEATURES, "num_experts": PER_RANK * dist.get_world_size(), **changed}
         )

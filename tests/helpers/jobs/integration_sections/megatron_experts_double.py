@@ -165,8 +165,8 @@ class TEGroupedMLP(nn.Module):
     def forward(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
         counts, found = tokens_per_expert.tolist(), []
         for number, (rows, some) in enumerate(zip(self.linear_fc1(tokens, counts), probs.split(counts), strict=True)):
-            rows = rows + getattr(self.linear_fc1, f"bias{number}") if self.config.add_bias_linear else rows
-            found.append(activated(self.config, rows, some))
+            biased = rows + getattr(self.linear_fc1, f"bias{number}") if self.config.add_bias_linear else rows
+            found.append(activated(self.config, biased, some))
         found = self.linear_fc2(torch.cat(found), counts)
         if self.config.add_bias_linear:
             biases = [getattr(self.linear_fc2, f"bias{number}") for number in range(self.num_local_experts)]
@@ -280,7 +280,7 @@ class MoELayer(nn.Module):
         return output + self.shared_experts(hidden_states) if self.config.shared == "after" else output
 
 
-def install() -> None:
+def install_experts() -> None:
     """Let the classes look as if they came from Megatron-LM's modules."""
     homes = {
         f"{MOE}moe_layer": (MoELayer,),
