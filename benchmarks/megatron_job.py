@@ -1,15 +1,17 @@
-"""A GPT of Megatron-LM's core with its distributed optimizer, data-parallel or tensor-parallel, to see what `counterpoint
-run` does to it, and what the lines of an integration do.
+"""A GPT of Megatron-LM's core with its distributed optimizer, data-parallel, tensor-parallel or expert-parallel, to see what
+`counterpoint run` does to it, and what the lines of an integration do.
 
     torchrun --nproc-per-node 2 -m benchmarks.megatron_job
     counterpoint run --tune -- torchrun --nproc-per-node 2 -m benchmarks.megatron_job --steps 300
     torchrun --nproc-per-node 2 -m benchmarks.megatron_job --tensor-parallel 2 --engine --way switched
     UB_SKIPMC=1 torchrun --nproc-per-node 2 -m benchmarks.megatron_job --tensor-parallel 2 --engine --way userbuffers
+    torchrun --nproc-per-node 2 -m benchmarks.megatron_job --engine --way switched --width 2048 --experts 32 --balanced
 
 6 layers of width 4,096 with 32,000 words (1.5 B parameters), 4,096 tokens per rank, bf16, Adam, gradients and parameters
 overlapped as Megatron-LM's users do. It needs `megatron-core`. With `--engine`, TransformerEngine multiplies, normalizes and
 attends, as in most such jobs; tensor parallelism then splits the sequence as well, weight gradients are added to single
-precision within matmuls, and micro-batches have `--tokens` tokens in all.
+precision within matmuls, and micro-batches have `--tokens` tokens in all. With `--experts` every layer has experts, spread
+over all ranks.
 
 `bare` does not know Counterpoint. `userbuffers` is TransformerEngine's own overlap (`tp_comm_overlap`). `overlap` has the
 operators in force throughout. `switched` switches them in turns of 5 steps, in the order ABBA, after 12 steps, and prints ms
@@ -47,34 +49,36 @@ def provide_fused_gradients() -> None:
     sys.modules.setdefault(module.__name__, module)
 
 
+def settings_of_experts(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how Megatron-LM is told of expert layers, if there are any."""
+    if not options.experts:
+        return {}
+    return {
+        "num_moe_experts": options.experts,
+        "moe_router_topk": options.top,
+        "moe_ffn_hidden_size": options.expert_width,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_force_load_balancing": options.balanced,
+        "expert_model_parallel_size": dist.get_world_size(),
+        "expert_tensor_parallel_size": 1,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "bias_activation_fusion": True,
+        "add_bias_linear": False,
+    }
+
+
 def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
     """Return the model, and the configuration that it shares with what trains it."""
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
     of_engine = {"normalization": "RMSNorm", "add_bias_linear": False, "gradient_accumulation_fusion": True}
-    of_experts: dict[str, Any] = (
-        {}
-        if not options.experts
-        else {
-            "num_moe_experts": options.experts,
-            "moe_router_topk": options.top,
-            "moe_ffn_hidden_size": options.expert_width,
-            "moe_grouped_gemm": True,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_permute_fusion": True,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 1e-2,
-            "moe_router_force_load_balancing": options.balanced,
-            "expert_model_parallel_size": dist.get_world_size(),
-            "expert_tensor_parallel_size": 1,
-            "gated_linear_unit": True,
-            "activation_func": torch.nn.functional.silu,
-            "bias_activation_fusion": True,
-            "add_bias_linear": False,
-        }
-    )
     config = TransformerConfig(
         num_layers=options.layers,
         hidden_size=options.width,
@@ -86,7 +90,7 @@ def model_of(options: argparse.Namespace) -> tuple[Any, torch.nn.Module]:
         tensor_model_parallel_size=options.tensor_parallel,
         sequence_parallel=options.engine and options.tensor_parallel > 1,
         tp_comm_overlap=options.way == "userbuffers",
-        **{**(of_engine if options.engine else {"gradient_accumulation_fusion": False}), **of_experts},
+        **{**(of_engine if options.engine else {"gradient_accumulation_fusion": False}), **settings_of_experts(options)},
     )
     if options.way == "userbuffers":
         from transformer_engine.pytorch.module import base  # noqa: PLC0415

@@ -248,7 +248,6 @@ def test_what_goes_with_tokens_and_several_streams_belong_to_a_layer() -> None:
     assert (layer.dispatch, layer.combine, layer.companions) == (1, 9, (2,))
     assert layer.matmuls == (4, 5, 6, 7)
     assert layer.reorders == (3, 8)
-    assert layer.num_streams == 2
     (candidate,) = propose_overlaps(step, H200).candidates
     assert candidate.directives[0].match.operations == (1, 2, 9)
     before, after = (
@@ -264,5 +263,17 @@ def test_other_small_exchanges_do_not_go_with_tokens() -> None:
     assert not BACK.goes_with(OUT)
     few = UnevenParts(sent_bytes=(0, 0), received_bytes=(0, 0), group_rank=0)
     assert not few.goes_with(OUT)
-    (layer,) = ExpertLayers(expert_step()).found
-    assert layer.companions == ()
+    even = UnevenParts(sent_bytes=(100_000_000, 100_000_000), received_bytes=(100_000_000, 100_000_000), group_rank=0)
+    assert COUNTS.goes_with(even)
+    for step in (expert_step(), expert_step(even, even)):
+        (layer,) = ExpertLayers(step).found
+        assert (layer.companions, layer.counts) == ((), 1), "equal parts of a few bytes are counts"
+
+
+def test_matmuls_on_several_streams_hide_what_the_longest_stream_takes() -> None:
+    step, costs = megatron_step(), CostModel(H200, CALIBRATION)
+    found = ExpertModel(step, costs, CALIBRATION).estimate(1)
+    dispatch = step.operations[1]
+    assert isinstance(found, ExpertExchange)
+    assert isinstance(dispatch, Collective)
+    assert found.exposed_us == pytest.approx(max(costs.copied_us(dispatch) / 6, costs.copied_us(dispatch) - 900.0 * 5 / 6))

@@ -16,26 +16,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from counterpoint.integrations.expert_layouts import HIDES_ALREADY, OF_MEGATRON
+from counterpoint.integrations.expert_layouts import HIDES_ALREADY
 from counterpoint.integrations.main_gradients import is_kept_elsewhere, main_gradient_of
 from counterpoint.integrations.separate_weights import are_reversed, stacked, totals_of
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn, gated_silu
-from counterpoint.ops.arguments import runtime_for
 from counterpoint.ops.dispatch import PLAIN_TYPES
 from counterpoint.ops.operator_call import expert_calls_of
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
-GROUPED, SEQUENTIAL = "TEGroupedMLP", "SequentialMLP"
+GROUPED, SEQUENTIAL, MLP = "TEGroupedMLP", "SequentialMLP", "MLP"
+MEGATRON, DATA_PARALLEL = "megatron.core.", "megatron.core.distributed."
 # the classes of linears that experts have
 LINEARS = {
     GROUPED: ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"),
     SEQUENTIAL: ("ColumnParallelLinear", "RowParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear"),
 }
-# methods of the dispatcher that are replaced
+# methods of the dispatcher that are replaced, and those of the layer that call them, of which releases have some
 REPLACED = (
     *("dispatch_preprocess", "preprocess", "_maybe_dtoh_and_synchronize", "token_dispatch", "dispatch_postprocess"),
     *("combine_preprocess", "token_combine", "combine_postprocess"),
+)
+CALLING = (
+    *("forward", "route", "router_and_preprocess", "preprocess", "dispatch", "combine", "postprocess"),
+    *("experts_compute", "routed_experts_compute"),
 )
 # Settings with which a layer does something else, the values with which it does not, and what to do
 SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -69,50 +73,61 @@ SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
 def refusal_of(layer: Any) -> str:
     """Return why a layer stays unchanged; nothing for one whose experts run by the operator."""
     dispatcher, experts, config = layer.token_dispatcher, layer.experts, layer.config
-    if not _is_own(dispatcher, (DISPATCHER,), ("__init__",)) or hasattr(layer, "_inference_token_dispatcher"):
+    if type(dispatcher).__name__ != DISPATCHER or hasattr(layer, "_inference_token_dispatcher"):
         return f"a {type(dispatcher).__name__} sends its tokens, but only {DISPATCHER} is supported. Leave it unchanged"
-    if any(
-        getattr(getattr(dispatcher, name, None), "__func__", None) is not vars(type(dispatcher)).get(name)
-        for name in REPLACED
-    ):
-        return f"its {DISPATCHER} is not that of Megatron-LM's core 0.14 to 0.19. Leave it unchanged"
-    if not _is_own(experts, (GROUPED, SEQUENTIAL), ("forward",)):
-        return f"its experts are a {type(experts).__name__}, but only {GROUPED} and {SEQUENTIAL} are supported"
+    if _kind_of(experts) not in LINEARS:
+        return f"its experts are a {_kind_of(experts)}, but only {GROUPED} and {SEQUENTIAL} are supported"
+    missing = [name for name in REPLACED if not hasattr(dispatcher, name)]
+    if missing:
+        return f"its dispatcher has no {missing[0]}, as it has in Megatron-LM's core 0.14 to 0.19. Leave it unchanged"
+    for module, names in ((layer, CALLING), (dispatcher, ("__init__", *REPLACED)), (experts, ("forward",))):
+        changed = next((name for name in names if not _is_own(module, name)), "")
+        if changed:
+            return f"{changed} of its {type(module).__name__} is not Megatron-LM's, and would not run. Leave it unchanged"
     if dispatcher.tp_size > 1:
         return "each expert is spread over ranks. Set expert_tensor_parallel_size=1"
     found = ((name, *each) for name, each in SETTINGS.items() if hasattr(config, name))
     reason = next((reason for name, values, reason in found if getattr(config, name) not in values), "")
-    return reason or _problem_of_linears(experts)
+    is_clamped = config.bias_activation_fusion and getattr(config, "activation_func_clamp_value", None) is not None
+    if not reason and is_clamped and config.add_bias_linear:
+        reason = "it clamps before it adds biases. Leave out bias_activation_fusion"
+    return reason or _problem_of_modules(experts)
 
 
-def _problem_of_linears(experts: Any) -> str:
+def _problem_of_modules(experts: Any) -> str:
+    """Return why the modules of experts cannot be read for their weights alone, or nothing."""
     wanted = LINEARS[_kind_of(experts)]
-    for linear in _linears_of(experts):
-        if type(linear).__name__ not in wanted or not type(linear).__module__.startswith("megatron.core."):
-            return f"its experts have a {type(linear).__name__}, whose formula is unknown; known are {', '.join(wanted)}"
-        if linear._forward_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-            return "its experts' linears have hooks, which would not be called. Remove them"
-        if getattr(linear, "single_grouped_weight", False) or getattr(linear, "te_quant_params", None) is not None:
-            return "its experts' weights are no plain tensors. Leave out moe_single_grouped_weight, and 8 and 4 bits"
+    linears, others = _modules_of(experts)
+    for module in (*linears, *others):
+        kind = type(module).__name__
+        if kind not in (wanted if module in linears else (MLP,)) or not _is_own(module, "forward"):
+            return f"its experts have a {kind}, whose formula is unknown; known are {', '.join(wanted)}"
+        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return "modules of its experts have hooks, which would not be called. Remove them"
+        if any(not each.__module__.startswith(DATA_PARALLEL) for each in module._forward_pre_hooks.values()):
+            return "modules of its experts have hooks other than Megatron-LM's, which would find no inputs. Remove them"
+    singles = ("single_grouped_weight", "single_grouped_bias", "te_quant_params")
+    if any(getattr(linears[0], name, None) for name in singles):
+        return "its experts' weights are no plain tensors for each. Leave out moe_single_grouped_weight, and 8 and 4 bits"
     return ""
 
 
-def _is_own(module: Any, names: Sequence[str], methods: Sequence[str]) -> bool:
-    """Return whether a module is of one of these classes of Megatron-LM, and has their methods as they are."""
-    kind = type(module)
-    is_theirs = kind.__name__ in names and kind.__module__.startswith(OF_MEGATRON)
-    return is_theirs and all(vars(kind)[name].__module__ == kind.__module__ and name not in vars(module) for name in methods)
+def _is_own(module: Any, name: str) -> bool:
+    """Return whether a method, if there is one, is Megatron-LM's: no subclass, patch or wrapper has changed it."""
+    method = getattr(type(module), name, None)
+    return method is None or (method.__module__.startswith(MEGATRON) and name not in vars(module))
 
 
 def _kind_of(experts: nn.Module) -> str:
     return type(experts).__name__
 
 
-def _linears_of(experts: Any) -> list[Any]:
-    """Return all linears of experts."""
+def _modules_of(experts: Any) -> tuple[list[Any], list[Any]]:
+    """Return all linears of experts, and the modules that hold them."""
     if _kind_of(experts) == GROUPED:
-        return [experts.linear_fc1, experts.linear_fc2]
-    return [linear for each in experts.local_experts for linear in (each.linear_fc1, each.linear_fc2)]
+        return [experts.linear_fc1, experts.linear_fc2], []
+    others = list(experts.local_experts)
+    return [getattr(each, name) for each in others for name in ("linear_fc1", "linear_fc2")], others
 
 
 class Half(NamedTuple):
@@ -150,16 +165,34 @@ class Half(NamedTuple):
         is_counted = not getattr(first, "disable_parameter_transpose_cache", True)
         return is_counted and bool(first.is_first_microbatch)
 
-    def obstacle(self) -> str:
+    def obstacle(self, weights: Sequence[torch.Tensor]) -> str:
         """Return what else is done with these weights now; or nothing."""
-        first = self.parameters("weight")[0]
-        if type(first) not in PLAIN_TYPES:
+        trained = [each for each in weights if each.requires_grad]
+        if any(type(each) not in PLAIN_TYPES for each in weights):
             return "weights that are not plain"
-        if is_kept_elsewhere(first):
+        if any(map(is_kept_elsewhere, weights)):
             return "weights that sharded data parallelism keeps"
-        if self.is_fused and getattr(first, "main_grad", None) is None:
+        if self.is_fused and any(getattr(each, "main_grad", None) is None for each in trained):
             return "weights without main_grad"
         return ""
+
+
+class Agreed(NamedTuple):
+    """What the ranks have agreed on when they first ran a layer: whether each presents its experts from the last to the
+    first, and whether any of them trains the first and the second linears.
+    """
+
+    is_reversed: bool
+    trains: tuple[bool, bool]
+
+    @classmethod
+    def by(cls, group: dist.ProcessGroup, weights: Sequence[Sequence[torch.Tensor]]) -> "Agreed":
+        """Ask all ranks of the group. A view of weights needs their order in memory, and else they are copied."""
+        trains = [any(each.requires_grad for each in half) for half in weights]
+        own = torch.tensor([are_reversed(weights[0]), *(not each for each in trains)], device=weights[0][0].device).int()
+        dist.all_reduce(own, op=dist.ReduceOp.MIN, group=group)
+        is_reversed, *frozen = own.tolist()
+        return cls(bool(is_reversed), (not frozen[0], not frozen[1]))
 
 
 @final
@@ -172,11 +205,11 @@ class MegatronExperts:
         self._forward, self._forward_experts = layer.forward, layer.experts.forward
         self._methods = {name: getattr(self._dispatcher, name) for name in REPLACED}
         self._switch, self._options = switch, options
-        self._first, self._second = Half.of(self._experts, "linear_fc1"), Half.of(self._experts, "linear_fc2")
         self.group: dist.ProcessGroup = self._dispatcher.ep_group
         self._activation = _activation_of(layer.config)
-        self._order: torch.Tensor | None = None  # of all experts, if every rank's are reversed
-        self._is_ours = self._is_reversed = False  # in the pass that runs
+        self._agreed: Agreed | None = None
+        self._order: torch.Tensor | None = None  # of all experts, where ranks present theirs reversed
+        self._is_ours = False  # whether the pass that runs is the operator's
         self._probs: torch.Tensor | None = None
 
     def replacements(self) -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
@@ -191,16 +224,32 @@ class MegatronExperts:
             self._switch.watch(found[0] if isinstance(found, tuple) else found)
         return found
 
+    @property
+    def _halves(self) -> tuple[Half, Half]:
+        return Half.of(self._experts, "linear_fc1"), Half.of(self._experts, "linear_fc2")
+
+    def _obstacle(self, tokens: torch.Tensor) -> str:
+        """Return what a pass does besides sending tokens to experts and multiplying them; or nothing."""
+        dispatcher = self._dispatcher
+        if dispatcher.drop_and_pad or dispatcher.config.moe_expert_capacity_factor is not None:
+            return "tokens that are dropped or padded"
+        if torch.is_autocast_enabled(tokens.device.type):
+            return "autocast"
+        if problem := _problem_of_modules(self._experts):
+            return problem
+        return next((found for half in self._halves if (found := half.obstacle(half.parameters("weight")))), "")
+
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
         """Return this rank's tokens, sorted by expert, and their probabilities."""
         self._is_ours = self._switch.holds
-        obstacle = (self._first.obstacle() or self._second.obstacle()) if self._is_ours else ""
+        obstacle = self._obstacle(hidden_states) if self._is_ours else ""
         if obstacle:
             expert_calls_of(self.group.group_name).add_library(obstacle, is_original=True)
             self._is_ours = False
         if self._is_ours:
-            self._is_reversed = are_reversed(self._first.parameters("weight"))
-            if self._is_reversed:
+            if self._agreed is None:
+                self._agreed = Agreed.by(self.group, [half.parameters("weight") for half in self._halves])
+            if self._agreed.is_reversed:
                 order = self._reverse_order(probs.device)
                 routing_map, probs = routing_map.index_select(1, order), probs.index_select(1, order)
             self._probs = probs
@@ -232,7 +281,7 @@ class MegatronExperts:
             return self._methods["token_dispatch"](tokens, probs)
         shared = self._dispatcher.shared_experts
         if shared is not None:
-            shared.wait_current_stream()
+            _wait_for_current(shared)
             shared.linear_fc1_forward_and_act(tokens)
         return tokens, probs
 
@@ -249,24 +298,23 @@ class MegatronExperts:
         if not self._is_ours:
             return self._forward_experts(tokens, tokens_per_expert, probs, **named)
         self._prepare_weights()
-        # ranks whose experts are in another order would get each other's tokens
-        order = "from last to first" if self._is_reversed else "from first to last"
-        runtime_for((tokens,), self.group).experts().agree(f"Megatron-LM's experts of a rank {order}")
-        (w1, b1, total1), (w2, b2, total2) = (self._operands(each) for each in (self._first, self._second))
+        assert self._agreed is not None, "the pass began with it"
+        both = zip(self._halves, self._agreed.trains, strict=True)
+        (w1, b1, total1), (w2, b2, total2) = (self._operands(half, is_trained=each) for half, each in both)
         options = {"group": self.group, "activation": self._activation, **self._options}
         results = expert_ffn(tokens, tokens_per_expert, w1, w2, biases=(b1, b2), totals=(total1, total2), **options)
         return results, None
 
     def _prepare_weights(self) -> None:
-        """Call what data parallelism does before a linear's forward: it waits until weights are gathered."""
+        """Call what Megatron-LM's data parallelism does before a module's forward: it waits until weights are gathered."""
         for module in self._experts.modules():
             if module is not self._experts:
-                for key, hook in module._forward_pre_hooks.items():
-                    hook(module, (), *[{}] * (key in module._forward_pre_hooks_with_kwargs))
+                for hook in module._forward_pre_hooks.values():
+                    hook(module, ())
 
-    def _operands(self, half: Half) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    def _operands(self, half: Half, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """Return the weights of a linear, its biases, and what takes the gradients of its weights."""
-        step = -1 if self._is_reversed else 1
+        step = -1 if self._agreed is not None and self._agreed.is_reversed else 1
         weights, is_first = half.parameters("weight")[::step], half.is_first
         mains = [main_gradient_of(each, is_first=is_first) if half.is_fused else None for each in weights]
         has_bias = self._layer.config.add_bias_linear
@@ -274,7 +322,10 @@ class MegatronExperts:
         for linear in half.linears:
             if hasattr(linear, "is_first_microbatch"):
                 linear.is_first_microbatch = False
-        return stacked(weights, mains), biases, totals_of(mains)
+        whole = stacked(weights, mains)
+        if is_trained and torch.is_grad_enabled() and not whole.requires_grad:
+            whole.requires_grad_()  # as on the ranks that train theirs; nothing keeps this gradient
+        return whole, biases, totals_of(mains)
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows as they are."""
@@ -286,7 +337,7 @@ class MegatronExperts:
             return self._methods["token_combine"](rows, *given, **named)
         shared = self._dispatcher.shared_experts
         if shared is not None:
-            shared.wait_current_stream()
+            _wait_for_current(shared)
             shared.linear_fc2_forward(rows)
             shared.post_forward_comm()
         return rows
@@ -308,6 +359,12 @@ class MegatronExperts:
         return output if dispatcher.shared_experts is None else output + dispatcher.shared_experts.get_output()
 
 
+def _wait_for_current(shared: Any) -> None:
+    """Let the stream of shared experts wait for the current one, where releases do that here (0.19)."""
+    if hasattr(shared, "wait_current_stream"):
+        shared.wait_current_stream()
+
+
 def _activation_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the activation between an expert's linears, without the token's probability."""
     function: Callable[[torch.Tensor], torch.Tensor] = config.activation_func
@@ -315,7 +372,8 @@ def _activation_of(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     offset = getattr(config, "glu_linear_offset", 0.0)
     if not config.gated_linear_unit:
         return function
-    if function is torch.nn.functional.silu and most is None and not offset:
+    is_plain = config.bias_activation_fusion or (most is None and not offset)  # its fused silu neither clamps nor shifts
+    if function is torch.nn.functional.silu and is_plain:
         return gated_silu
 
     def gated(both: torch.Tensor) -> torch.Tensor:

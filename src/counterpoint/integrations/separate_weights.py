@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from counterpoint.integrations.main_gradients import MainGradient
-from counterpoint.ops.dispatch import MainTotals
+from counterpoint.ops.grouped_matmul import ExpertTotals
 
 Weights = Sequence[torch.Tensor]
 
@@ -30,10 +30,9 @@ def stacked(weights: Weights, mains: Sequence[MainGradient | None]) -> torch.Ten
     return found
 
 
-def totals_of(mains: Sequence[MainGradient | None]) -> Callable[[], MainTotals] | None:
-    """Return what gives a backward pass the main gradients of weights, if all have one."""
-    found = [each for each in mains if each is not None]
-    return partial(_totals, found) if len(found) == len(mains) else None
+def totals_of(mains: Sequence[MainGradient | None]) -> Callable[[], ExpertTotals] | None:
+    """Return what gives a backward pass the main gradients of weights, if any has one."""
+    return partial(_totals, mains) if any(mains) else None
 
 
 class Stacked(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -73,5 +72,6 @@ def _distance(weights: Weights) -> int | None:
     return distance if is_regular and first.is_contiguous() else None
 
 
-def _totals(mains: Sequence[MainGradient]) -> MainTotals:
-    return MainTotals([each.total for each in mains], mains[0].is_first)
+def _totals(mains: Sequence[MainGradient | None]) -> ExpertTotals:
+    is_first = any(each.is_first for each in mains if each is not None)
+    return ExpertTotals([None if each is None else each.total for each in mains], is_first)

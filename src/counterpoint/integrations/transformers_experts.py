@@ -6,7 +6,6 @@ sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -19,7 +18,7 @@ from counterpoint.integrations.expert_layouts import implementation_of
 from counterpoint.integrations.routed_experts import local_part
 from counterpoint.integrations.sequence_shards import cast_for_matmul
 from counterpoint.integrations.switched_hooks import Switch
-from counterpoint.ops import expert_ffn
+from counterpoint.ops import expert_ffn, gated_silu
 from counterpoint.ops.operator_call import expert_calls_of
 
 NOT_SERVED = {
@@ -129,8 +128,8 @@ class TransformersExperts:
     def _sorted_results(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return the experts' results for rows sorted by expert.
 
-        Gate and up lie in one weight, of which no copy is made: the usual gate's halves are views of it; for other gates one
-        matmul gives both, and autograd differentiates the gate.
+        Gate and up lie in one weight, and one matmul gives both. Of gates other than the usual one, autograd has the
+        derivative.
         """
         both, down = self._parameter("gate_up_proj"), self._parameter("down_proj")
         of_both, of_down = self._parameter("gate_up_proj_bias"), self._parameter("down_proj_bias")
@@ -138,13 +137,9 @@ class TransformersExperts:
         assert down is not None
         if self._experts.is_transposed:
             both, down = both.mT, down.mT
-        call = partial(expert_ffn, rows, counts, group=self.group, **self._options)
-        if not _has_usual_gate(self._experts):
-            gate: Any = self._experts._apply_gate
-            return call(both, down, biases=(of_both, of_down), activation=gate)
-        first, second = both.chunk(2, dim=1)
-        of_first, of_second = (None, None) if of_both is None else of_both.chunk(2, dim=1)
-        return call(first, down, second, biases=(of_first, of_down, of_second))
+        gate: Any = gated_silu if _has_usual_gate(self._experts) else self._experts._apply_gate
+        named = {"group": self.group, "biases": (of_both, of_down), "activation": gate, **self._options}
+        return expert_ffn(rows, counts, both, down, **named)
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         found = getattr(self._experts, name, None)

@@ -12,12 +12,12 @@ from typing import NamedTuple, TypeAlias, final
 
 import torch
 
-from counterpoint.ops.dispatch import MainTotals
 from counterpoint.ops.expert_exchange import AbstractCombine, AbstractDispatch, ExpertRegion, RowFormat
 from counterpoint.ops.expert_routing import ExpertRouting
 from counterpoint.ops.gated_activation import Activation, activate, activate_backward
 from counterpoint.ops.grouped_matmul import (
     ExpertRows,
+    ExpertTotals,
     Memory,
     add_bias,
     add_weight_gradients,
@@ -29,7 +29,7 @@ from counterpoint.ops.grouped_matmul import (
 from counterpoint.schedule.expert_layout import ExpertRange
 
 Matrices = Sequence[torch.Tensor]
-Totals: TypeAlias = Callable[[], MainTotals]
+Totals: TypeAlias = Callable[[], ExpertTotals]
 Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]  # of weights and biases
 DISPATCH, AGAIN, COMBINE = ExpertRegion
 

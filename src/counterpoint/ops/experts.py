@@ -63,8 +63,8 @@ def expert_ffn(
     that wait and the tokens in transit, and has its own gradients. With `keeps_tokens` a rank keeps the tokens that its
     experts got, for the gradients of w1 and w3; otherwise they are sent again in backward, unless they are few.
 
-    `totals` has a function for each weight, or None. Backward calls it for the matrices (N, K) of each expert to which it
-    adds the gradients, in the matrices' type; autograd then gets none for this weight.
+    `totals` has a function for each weight, or None. Backward calls it for the `ExpertTotals` to which it adds gradients, in
+    the totals' type; autograd then gets none for this weight.
 
     Without a `schedule`, `expert_choice.py` decides whether rows go by copies and in how many pieces. A call like those
     before it may send and multiply its tokens before the host knows the counts. All ranks call it together, with the same

@@ -6,7 +6,7 @@ have none; they multiply the rounded numbers in single precision, so that tests 
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import NamedTuple, TypeAlias
@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from counterpoint.ops.computation import set_product
-from counterpoint.ops.dispatch import MainTotals
 
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
@@ -32,6 +31,15 @@ class ExpertRows(NamedTuple):
 
     counts: tuple[int, ...]
     ends: torch.Tensor
+
+
+class ExpertTotals(NamedTuple):
+    """Matrices (N, K) to which the gradients of experts' weights are added, or which are set to them; None for an expert
+    whose weight needs no gradient.
+    """
+
+    matrices: Sequence[torch.Tensor | None]
+    are_set: bool = False
 
 
 def multiply(
@@ -120,16 +128,16 @@ def add_bias(product: torch.Tensor, bias: torch.Tensor | None, experts: ExpertRo
     return product.add_(bias.index_select(0, torch.searchsorted(experts.ends, numbers, right=True)))
 
 
-def add_weight_gradients(gradient: torch.Tensor, rows: torch.Tensor, experts: ExpertRows, totals: MainTotals) -> None:
-    """Add the gradient of each expert's weight to its total, of (N, K); or set it: (n, N), (n, K). Each is one matmul, which
-    adds in the total's type.
+def add_weight_gradients(gradient: torch.Tensor, rows: torch.Tensor, experts: ExpertRows, totals: ExpertTotals) -> None:
+    """Add the gradient of each expert's weight to its total; or set it: (n, N), (n, K). Each is one matmul, which adds in
+    the total's type.
     """
     start = 0
     for number, total in zip(experts.counts, totals.matrices, strict=True):
         part = slice(start, start + number)
-        if number:
+        if total is not None and number:
             set_product(gradient[part].t(), rows[part], total, is_added=not totals.are_set)
-        elif totals.are_set:
+        elif total is not None and totals.are_set:
             total.zero_()
         start += number
 

@@ -16,6 +16,7 @@ from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner.movements import obstacle_to_moving
+from counterpoint.sim.expert_layers import ExpertLayers
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor
 from counterpoint.units import MIB
@@ -32,6 +33,11 @@ PREFETCH = (
     "issue each all_gather one layer earlier (FSDP2: set_modules_to_forward_prefetch), at the cost of the "
     "memory of one more layer; possible if it gathers parameters"
 )
+GROUPED = (
+    "multiply the experts of a layer by grouped matmuls, with fewer launches, as expert_parallel.overlap does; possible "
+    "where all of a run of {} matmuls become one"
+)
+LEAST_GROUPED = 8  # matmuls directly after each other; chosen: fewer cost the host little
 LARGER_BUCKETS = "gradient buckets twice as large (DDP: bucket_cap_mb)"
 SMALLER_BUCKETS = "gradient buckets half as large (DDP: bucket_cap_mb)"
 
@@ -89,6 +95,8 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
         earlier = _prefetched(step, main, gathers)
         if earlier != step:
             yield PREFETCH, earlier
+    if runs := _runs_of_experts(step):
+        yield GROUPED.format(max(map(len, runs))), _grouped(step, runs)
     if buckets := _buckets(step, main):
         yield LARGER_BUCKETS, _merged(step, buckets)
         halves = _halved(step, main, buckets)
@@ -184,6 +192,45 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
     return sorted(part)
 
 
+def _runs_of_experts(step: Step) -> list[tuple[int, ...]]:
+    """Return the matmuls of expert layers that the host launches directly one after the other."""
+    runs: list[list[int]] = []
+    for layer in ExpertLayers(step).found:
+        for number in layer.matmuls:
+            if runs and runs[-1][-1] == number - 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+    least = min((len(run) for run in runs if len(run) >= LEAST_GROUPED), default=0)  # as many as experts have rows
+    return [tuple(run[:least]) for run in runs if len(run) >= max(1, least)]  # gradients of weights stay one for each
+
+
+def _grouped(step: Step, runs: Sequence[tuple[int, ...]]) -> Step:
+    """Replace each run of matmuls by one, which takes as long as they do on their streams; the host issues what follows
+    sooner.
+    """
+    run_of = {number: run for run in runs for number in run}
+    saved_us: dict[int | None, float] = {}  # by what the host waited for last
+    entries: list[Entry] = []
+    for number, operation in enumerate(step.operations):
+        run = run_of.get(number, ())
+        saved = saved_us.get(operation.issued_after, 0.0)
+        if run[:1] == (number,):
+            matmuls = [step.kernel(each) for each in run]
+            times = [each.issued_us for each in matmuls if each.issued_us is not None]
+            saved_us[operation.issued_after] = saved + (max(times) - min(times) if times else 0.0)
+            waiting = _waiting(operation, (wait.operation for each in matmuls[1:] for wait in each.waits_for))
+            lone_us = sum(each.lone_us or 0.0 for each in matmuls) / len({each.stream for each in matmuls})
+            entries.append((run, replace(waiting, lone_us=lone_us or None, issued_us=_sooner(operation.issued_us, saved))))
+        elif not run:
+            entries.append(((number,), replace(operation, issued_us=_sooner(operation.issued_us, saved))))
+    return _assembled(step, entries)
+
+
+def _sooner(issued_us: float | None, saved_us: float) -> float | None:
+    return None if issued_us is None else max(0.0, issued_us - saved_us)
+
+
 def _buckets(step: Step, main: int) -> list[int]:
     """Return the longest run of all-reduces in which no operation waits for one before the next is issued, as with
     gradient buckets; none if it has fewer than `LEAST_BUCKETS`.
@@ -272,8 +319,11 @@ def _half(step: Step, number: int, which: int) -> Collective:
 def _assembled(step: Step, entries: Sequence[Entry]) -> Step:
     """Build a step of these entries; their dependencies, given by the numbers of `step`, are renumbered."""
     places = {number: place for place, (numbers, _) in enumerate(entries) for number in numbers}
-    operations = []
+    operations: list[Operation] = []
     for _, operation in entries:
-        waits = sorted({places[wait.operation] for wait in operation.waits_for})
-        operations.append(replace(operation, waits_for=tuple(Dependency(operation=place) for place in waits)))
+        place = len(operations)
+        waits = sorted({places[wait.operation] for wait in operation.waits_for} - {place})
+        after = None if operation.issued_after is None else places[operation.issued_after]
+        dependencies = tuple(Dependency(operation=each) for each in waits)
+        operations.append(replace(operation, waits_for=dependencies, issued_after=after))
     return replace(step, operations=tuple(operations))

@@ -6,7 +6,7 @@ smaller one may go with either of them, such as that of the tokens' probabilitie
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -33,8 +33,8 @@ REORDERS = re.compile(
 class ExpertLayer(Value, frozen=True, kw_only=True):
     """The two all-to-alls of an expert layer in one direction, by number, and what runs between them.
 
-    `matmuls` are in order, on `num_streams`. `reorders` are kernels that only reorder rows, `companions` all-to-alls that go
-    with the two. `counts` is the all-to-all of the sizes before it.
+    `matmuls` are in order. `reorders` are kernels that only reorder rows, `companions` all-to-alls that go with the two.
+    `counts` is the all-to-all of the sizes before it.
     """
 
     dispatch: int
@@ -43,7 +43,6 @@ class ExpertLayer(Value, frozen=True, kw_only=True):
     reorders: tuple[int, ...]
     companions: tuple[int, ...] = ()
     counts: int | None = None
-    num_streams: int = 1
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -85,17 +84,20 @@ class ExpertLayers:
                 self.found.append(layer)
                 place, counts = place + 2, None
                 continue
-            is_small = self._step.collective(here).num_bytes <= MOST_COUNTS_BYTES
-            counts = here if is_small else None
+            counts = here if self._is_small(here) else None
             self.obstacles[here] = "no all-to-all returns what it brings to experts' matmuls"
             place += 1
 
     def _companions(self, line: Sequence[int]) -> dict[int, int]:
-        """Return the all-to-all that goes with another one, directly before or after it."""
+        """Return the all-to-all that goes with another one, directly before or after it. Counts, which are equal parts, go
+        with none.
+        """
         found: dict[int, int] = {}
         for earlier, later in pairwise(line):
             for small, large in ((later, earlier), (earlier, later)):
-                if large not in found and small not in found.values() and self._parts(small).goes_with(self._parts(large)):
+                parts, is_taken = self._parts(small), large in found or small in found.values()
+                is_counts = self._is_small(small) and not parts.is_uneven
+                if not is_taken and not is_counts and parts.goes_with(self._parts(large)):
                     found[large] = small
         return found
 
@@ -115,7 +117,10 @@ class ExpertLayers:
         line = [number for number in between if self._operations[number].stream in places]
         outside = [number for number in line if not matmuls[0] <= number <= matmuls[-1]]
         reorders = tuple(number for number in outside if _is_reorder(self._operations[number]))
-        return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders, num_streams=len(mains))
+        return ExpertLayer(dispatch=dispatch, combine=combine, matmuls=matmuls, reorders=reorders)
+
+    def _is_small(self, number: int) -> bool:
+        return self._step.collective(number).num_bytes <= MOST_COUNTS_BYTES
 
     def _parts(self, number: int) -> UnevenParts:
         parts = self._step.collective(number).parts
@@ -172,12 +177,20 @@ class ExpertModel:
         if that is more; or the copy of own results beside the last group's.
         """
         copied_us = self._costs.copied_us(collective)
-        matmuls_us = sum(self._costs.lone_us(self._step.operations[number]) for number in layer.matmuls) / layer.num_streams
+        matmuls_us = self._matmuls_us(layer)
         share = 1 / num_parts_of(num_groups)
         hidden_us = matmuls_us * (1 - share)
         own_bytes = 2 * collective.parts.kept_bytes if is_combine and collective.parts else 0  # read, and written
         own_us = US_PER_S * own_bytes / self._costs.hbm_bytes_per_s
         return max(copied_us * share, copied_us - hidden_us, own_us)
+
+    def _matmuls_us(self, layer: ExpertLayer) -> float:
+        """Return the time of a layer's matmuls, which on several streams run beside each other."""
+        by_stream: dict[int, float] = defaultdict(float)
+        for number in layer.matmuls:
+            operation = self._step.operations[number]
+            by_stream[operation.stream] += self._costs.lone_us(operation)
+        return max(by_stream.values())
 
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
         """Return the layer's next matmul after these, which needs their results."""

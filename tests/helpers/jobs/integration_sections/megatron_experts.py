@@ -20,6 +20,7 @@ USUAL = {
     **{"kind": "grouped", "width": 24, "top": 2, "is_fused": False, "shared": "", "recomputes": False},
     **{"gated_linear_unit": True, "activation_func": functional.silu, "activation_func_clamp_value": None},
     **{"glu_linear_offset": 0.0, "add_bias_linear": False, "moe_permute_fusion": False, "dtype": torch.float64},
+    **{"bias_activation_fusion": False, "moe_expert_capacity_factor": None},
 }
 
 
@@ -165,15 +166,25 @@ def megatron_expert_evaluation() -> None:
     steps = [each for each in model.layers[0].shared_experts.steps if each != "wait"]
     assert steps == order[1:] * (len(steps) // 4), steps
     overlapped.undo()
-    for which in (slice(None), slice(1)):
-        frozen = Layers(is_fused=True)
-        give_main_gradients(frozen)
+    del double.SharedExperts.wait_current_stream  # as in 0.14 to 0.17
+    try:
+        overlapped_right(Layers(shared="beside"))
+    finally:
+        double.SharedExperts.wait_current_stream = quiet  # type: ignore[method-assign, assignment]
+    frozen_here = slice(None) if dist.get_rank() else slice(0)  # and on one rank
+    for which, is_fused in itertools.product((slice(None), slice(1), frozen_here), (False, True)):
+        frozen = Layers(is_fused=is_fused)
+        if is_fused:
+            give_main_gradients(frozen)
+        move_into_buffer(frozen, is_reversed=True)
         for each in experts_of(frozen)[which]:
             each.requires_grad_(False)
-            del each.main_grad
+            each.data = each.data.clone()  # a buffer of gradients has no place for it
+            vars(each).pop("main_grad", None)
         wanted = results_of(frozen, tokens)
-        overlapped = expert_parallel.overlap(frozen)
+        overlapped = expert_parallel.overlap(frozen, schedule=ScheduleDescription(pattern="all_peers", along="experts"))
         assert_close(results_of(frozen, tokens), wanted, 1e-12)
+        assert overlapped.num_by_copies, overlapped
         overlapped.undo()
 
 
@@ -182,9 +193,14 @@ def megatron_expert_micro_batches() -> None:
     model = Layers(is_fused=True)
     give_main_gradients(model)
     gathered: list[str] = []
+
+    def hook(module: nn.Module, *_: object) -> None:
+        gathered.append(type(module).__name__)
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
     linears = [linear for layer in model.layers for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2)]
     for linear in linears:
-        linear.register_forward_pre_hook(lambda module, *_: gathered.append(type(module).__name__))
+        linear.register_forward_pre_hook(hook)
     wanted = results_of(model, tokens_of())
     before = list(gathered)
     overlapped = expert_parallel.overlap(model)
@@ -221,11 +237,15 @@ def megatron_experts_that_stay() -> None:
         refused(lambda change=change: expert_parallel.overlap(Layers(**change)), word)
     for word, spoil in {
         "spread over ranks": lambda layer: setattr(layer.token_dispatcher, "tp_size", 2),
-        "is not that of Megatron-LM": lambda layer: setattr(layer.token_dispatcher, "preprocess", print),
+        "preprocess of its MoEAlltoAll": lambda layer: setattr(layer.token_dispatcher, "preprocess", print),
         "a NoDispatcher sends": lambda layer: setattr(layer.token_dispatcher, "__class__", NoDispatcher),
+        "forward of its OtherLayer": lambda layer: setattr(layer, "__class__", OtherLayer),
+        "forward of its TEGroupedMLP": lambda layer: setattr(layer.experts, "forward", print),
         "are a Sequential": lambda layer: setattr(layer, "experts", nn.Sequential()),
         "whose formula is unknown": lambda layer: setattr(layer.experts, "linear_fc1", nn.Linear(2, 2)),
-        "have hooks": lambda layer: layer.experts.linear_fc2.register_forward_hook(print),
+        "modules of its experts have hooks, which": lambda layer: layer.experts.linear_fc2.register_forward_hook(print),
+        "have hooks other than": lambda layer: layer.experts.linear_fc2.register_forward_pre_hook(quiet),
+        "are no plain tensors for each": lambda layer: setattr(layer.experts.linear_fc1, "single_grouped_bias", True),
     }.items():
         model = Layers()
         for layer in model.layers:
@@ -243,8 +263,17 @@ class NoDispatcher(double.MoEAlltoAllTokenDispatcher):
     pass
 
 
+class OtherLayer(double.MoELayer):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(2 * hidden_states)
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
 def megatron_experts_elsewhere() -> None:
-    """Calls whose weights a framework keeps run as before, and count."""
+    """Calls in which more happens than the operator computes run as before, and count."""
     model = Layers(is_fused=True)
     give_main_gradients(model)
     wanted = results_of(model, tokens_of())
@@ -254,8 +283,20 @@ def megatron_experts_elsewhere() -> None:
     assert_close(results_of(model, tokens_of()), wanted, 1e-12)
     assert overlapped.num_by_library - overlapped.num_in_operators == 1
     del weight.get_main_grad
+    main = weight.main_grad
     del weight.main_grad
     with torch.no_grad():
         model(tokens_of())
-    assert overlapped.num_by_library - overlapped.num_in_operators == 2
+    weight.main_grad = main
+    model.layers[0].token_dispatcher.drop_and_pad = True
+    with torch.no_grad():
+        model(tokens_of())
+    model.layers[0].token_dispatcher.drop_and_pad = False
+    handle = model.layers[0].experts.linear_fc1.register_forward_hook(quiet)
+    with torch.no_grad():
+        model(tokens_of())
+    handle.remove()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16), torch.no_grad():
+        model(tokens_of())
+    assert overlapped.num_by_library - overlapped.num_in_operators == 6
     overlapped.undo()

@@ -51,7 +51,7 @@ def unpermute(  # noqa: PLR0917  as in Megatron-LM
 
 
 class MoEAlltoAllTokenDispatcher:
-    tp_size = 1
+    tp_size, drop_and_pad = 1, False
 
     def __init__(self, config: SimpleNamespace) -> None:
         self.config, self.ep_group = config, dist.group.WORLD
@@ -83,7 +83,7 @@ class MoEAlltoAllTokenDispatcher:
         return tokens_per_expert.cpu()
 
     def token_dispatch(self, tokens: torch.Tensor, probs: torch.Tensor) -> Any:
-        if self.shared_experts is not None:
+        if hasattr(self.shared_experts, "wait_current_stream"):  # not before 0.19
             self.shared_experts.wait_current_stream()
         arrived = AllToAll.apply(tokens, self.splits)
         if self.shared_experts is not None:
@@ -253,7 +253,8 @@ class MoELayer(nn.Module):
         super().__init__()
         self.config, self.num_moved = config, 0
         self.router = nn.Linear(config.features, config.num_experts, bias=False, dtype=config.dtype, device=DEVICE)
-        nn.init.orthogonal_(self.router.weight, generator=torch.Generator(DEVICE).manual_seed(5))
+        weight = torch.randn(self.router.weight.shape, generator=torch.Generator().manual_seed(5))
+        self.router.weight.data.copy_(weight)
         self.token_dispatcher = MoEAlltoAllTokenDispatcher(config)
         self.experts = {"grouped": TEGroupedMLP, "sequential": SequentialMLP}[config.kind](config)
         self.shared_experts = SharedExperts(config) if config.shared else None
@@ -286,6 +287,7 @@ def install_experts() -> None:
         f"{MOE}moe_layer": (MoELayer,),
         f"{MOE}token_dispatcher": (MoEAlltoAllTokenDispatcher,),
         f"{MOE}experts": (TEGroupedMLP, SequentialMLP),
+        "megatron.core.transformer.mlp": (MLP,),
         LINEARS: (ColumnParallelLinear, RowParallelLinear),
         ENGINE: (TEColumnParallelGroupedLinear, TERowParallelGroupedLinear),
     }
@@ -293,7 +295,6 @@ def install_experts() -> None:
         sys.modules.setdefault(home, ModuleType(home))
         for kind in kinds:
             kind.__module__ = home
-            for name in ("__init__", "forward"):
-                if name in vars(kind):
-                    vars(kind)[name].__module__ = home
+            for method in filter(callable, vars(kind).values()):
+                method.__module__ = home
     sys.modules[f"{MOE}token_dispatcher"].unpermute = unpermute  # type: ignore[attr-defined]
