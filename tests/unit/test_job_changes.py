@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner.ideal import scale_of
 from counterpoint.planner.job_changes import (
+    GROUPED,
     LARGER_BUCKETS,
     MOST_CHANGES,
     PREFETCH,
@@ -20,7 +21,7 @@ from counterpoint.planner.job_changes import (
 )
 from counterpoint.planner.movements import propose_own_streams
 from counterpoint.sim import Simulator
-from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
+from counterpoint.step import Collective, Dependency, Kernel, Operation, Step, UnevenParts
 from helpers.toy_steps import H200, all_reduce, kernel, step_of
 
 
@@ -105,6 +106,32 @@ def test_reductions_that_are_awaited_at_once_are_no_buckets() -> None:
         operations += [matmul(100.0), all_reduce(50.0, stream=2, after=len(operations))]
         operations.append(waiting(kernel(1, 1.0), len(operations) - 1))
     assert changes(*operations) == JobChanges()
+
+
+def experts(number: int, issue_us: float) -> list[Operation]:
+    """A layer whose experts' matmuls the host launches one by one, on two streams, and the next layer's first kernel."""
+    parts = UnevenParts(sent_bytes=(4000, 6000), received_bytes=(4000, 3000), group_rank=0)
+    back = replace(parts, sent_bytes=parts.received_bytes, received_bytes=parts.sent_bytes)
+    sent = replace(all_reduce(5.0, stream=1), collective="all_to_all", num_bytes=10_000, parts=parts)
+    first = waiting(replace(matmul(2.0), lone_us=2.0), 0)
+    matmuls = [replace(first, stream=3 + each % 2, issued_us=issue_us * each) for each in range(number)]
+    end = number * issue_us
+    returned = replace(
+        sent, parts=back, issued_us=end, waits_for=tuple(Dependency(operation=1 + each) for each in range(number))
+    )
+    after = replace(waiting(kernel(1, 10.0), number + 1), issued_us=end, stream=1)
+    late = replace(kernel(1, 10.0), stream=1, issued_us=30.0, issued_after=number + 2)
+    return [sent, *matmuls, returned, after, late]
+
+
+def test_grouped_matmuls_of_experts_would_spare_the_host_launches() -> None:
+    (change,) = changes(*experts(16, 20.0)).helpful
+    assert change.change == GROUPED.format(16)
+    saved_us = (
+        15 * 20.0 - (8 - 1) * 2.0
+    )  # of launches; the last matmul of a stream ends later than the one that is issued last
+    assert change.baseline_us - change.changed_us == pytest.approx(saved_us, rel=0.1)
+    assert not changes(*experts(7, 20.0)).simulated, "so few cost the host little"
 
 
 def test_a_step_without_communication_has_no_place_for_a_change() -> None:

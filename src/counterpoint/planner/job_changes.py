@@ -193,7 +193,11 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
 
 
 def _runs_of_experts(step: Step) -> list[tuple[int, ...]]:
-    """Return the matmuls of expert layers that the host launches directly one after the other."""
+    """Return the matmuls of expert layers that the host launches directly one after the other.
+
+    In the backward pass, gradients of weights follow those of inputs. They may go to totals by a matmul for each expert, so
+    no run is longer than the longest of the first half, which is that of the forward pass.
+    """
     runs: list[list[int]] = []
     for layer in ExpertLayers(step).found:
         for number in layer.matmuls:
@@ -201,8 +205,8 @@ def _runs_of_experts(step: Step) -> list[tuple[int, ...]]:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-    least = min((len(run) for run in runs if len(run) >= LEAST_GROUPED), default=0)  # as many as experts have rows
-    return [tuple(run[:least]) for run in runs if len(run) >= max(1, least)]  # gradients of weights stay one for each
+    most = max(map(len, runs[: -(-len(runs) // 2)]), default=0)
+    return [tuple(run[:most]) for run in runs if len(run) >= LEAST_GROUPED and most >= LEAST_GROUPED]
 
 
 def _grouped(step: Step, runs: Sequence[tuple[int, ...]]) -> Step:
