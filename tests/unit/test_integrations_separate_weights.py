@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from counterpoint.integrations.main_gradients import MainGradient
-from counterpoint.integrations.separate_weights import are_reversed, stacked, totals_of
+from counterpoint.integrations.separate_weights import are_reversed, join, stacked, totals_of
 
 EXPERTS, ROWS, COLUMNS = 3, 4, 5
 
@@ -64,6 +64,17 @@ def test_others_are_copied() -> None:
         for each in weights:
             each.grad = None
     assert stacked([own], [None]).untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+
+
+def test_weights_with_memory_of_their_own_are_put_into_one() -> None:
+    own = [nn.Parameter(torch.full((ROWS, COLUMNS), float(number))) for number in range(EXPERTS)]
+    join(own)
+    assert [each[0, 0].item() for each in own] == [0, 1, 2]
+    assert stacked(own, [None] * EXPERTS).untyped_storage().data_ptr() == own[1].untyped_storage().data_ptr()
+    first, second, third = in_buffer()
+    places = [each.data_ptr() for each in (first, third, second)]
+    join([first, third, second])
+    assert [each.data_ptr() for each in (first, third, second)] == places, "the buffer has them, too"
 
 
 def test_gradients_go_to_each_weight_or_to_main_gradients() -> None:

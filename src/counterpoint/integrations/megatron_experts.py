@@ -18,7 +18,7 @@ from torch import nn
 
 from counterpoint.integrations.expert_layouts import HIDES_ALREADY
 from counterpoint.integrations.main_gradients import is_kept_elsewhere, main_gradient_of
-from counterpoint.integrations.separate_weights import are_reversed, stacked, totals_of
+from counterpoint.integrations.separate_weights import are_reversed, join, stacked, totals_of
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn, gated_silu
 from counterpoint.ops.dispatch import PLAIN_TYPES
@@ -187,7 +187,11 @@ class Agreed(NamedTuple):
 
     @classmethod
     def by(cls, group: dist.ProcessGroup, weights: Sequence[Sequence[torch.Tensor]]) -> "Agreed":
-        """Ask all ranks of the group. A view of weights needs their order in memory, and else they are copied."""
+        """Ask all ranks of the group. A view of weights needs them in order in memory, and else they are copied. Those that
+        are in no order are put into one.
+        """
+        for half in weights:
+            join(half)
         trains = [any(each.requires_grad for each in half) for half in weights]
         own = torch.tensor([are_reversed(weights[0]), *(not each for each in trains)], device=weights[0][0].device).int()
         dist.all_reduce(own, op=dist.ReduceOp.MIN, group=group)

@@ -22,6 +22,17 @@ def are_reversed(weights: Weights) -> bool:
     return (_distance(weights) or 0) < 0
 
 
+def join(weights: Weights) -> None:
+    """Move weights that each have memory of their own into one piece of it, in this order. Others stay, since something else
+    may hold them, such as the buffer of a distributed optimizer.
+    """
+    if _distance(weights) is not None or any(each.untyped_storage().nbytes() != each.nbytes for each in weights):
+        return
+    whole = torch.stack([each.detach() for each in weights])
+    for each, part in zip(weights, whole, strict=True):
+        each.data = part
+
+
 def stacked(weights: Weights, mains: Sequence[MainGradient | None]) -> torch.Tensor:
     """Return weights (N, K) as one tensor (E, N, K): a view where they lie at equal distances in this order, and a copy
     otherwise. Their gradients go to them, or, as `totals_of` says, to main gradients.
