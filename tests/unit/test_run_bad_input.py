@@ -120,6 +120,8 @@ def test_a_plan_that_leaves_everything_as_it_is_needs_no_filter(tmp_path: Path) 
     done = counterpoint("run", "--strict", "--plan", "p.toml", "--", "sh", "-c", "echo ${LD_PRELOAD:-bare}", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "bare\n")
     assert "leaves everything as it is" in done.stderr
+    queues = counterpoint("run", "--queues", "8", "--plan", "p.toml", "--", "true", cwd=tmp_path)
+    assert "without the filter and with the job's own hardware queues" in " ".join(queues.stderr.split())
 
 
 @pytest.mark.parametrize("options", [(), ("--strict",), ("--tune",)])

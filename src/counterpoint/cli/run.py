@@ -162,7 +162,8 @@ def _report(outcome: "RunOutcome", request: "RunRequest", *, has_plan: bool, out
         if outcome.plan_found is not None and outcome.has_acted:
             print_left_out(console, outcome.plan_found)
         if has_plan and not outcome.is_filtered:
-            print_line(console, "the plan leaves everything as it is, so the command ran without the filter")
+            others = "" if request.num_queues is None else " and with the job's own hardware queues"
+            print_line(console, f"the plan leaves everything as it is, so the command ran without the filter{others}")
     except (OSError, SystemExit):  # rich raises SystemExit when the reader has exited
         pass  # standard error is full, or nothing reads it any more
     except Exception as problem:

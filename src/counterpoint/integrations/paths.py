@@ -201,7 +201,8 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
     for target, fitting in wanted:
         if not fitting:
             is_of_job = target == WORDS["all_to_all"]  # no model calls these
-            found[target] = NO_EXCHANGE if is_of_job else "the job has no model or call that could take it"
+            besides = " besides what is overlapped" if paths.overlaps_matmuls or paths.overlaps_experts else ""
+            found[target] = NO_EXCHANGE if is_of_job else f"the job has no model or call{besides} that could take it"
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found
