@@ -170,7 +170,7 @@ class Half(NamedTuple):
         trained = [each for each in weights if each.requires_grad]
         if any(type(each) not in PLAIN_TYPES for each in weights):
             return "weights that are not plain"
-        if any(map(is_kept_elsewhere, weights)):
+        if is_kept_elsewhere(weights[0]):
             return "weights that sharded data parallelism keeps"
         if self.is_fused and any(getattr(each, "main_grad", None) is None for each in trained):
             return "weights without main_grad"

@@ -6,7 +6,6 @@ buffer is then one tensor of all weights, in this order.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -72,15 +71,18 @@ def _distance(weights: Weights) -> int | None:
     first, *others = weights
     if not others:
         return int(first.numel())
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    distance: int = (others[0].data_ptr() - place) // first.itemsize
-    is_regular = abs(distance) >= first.numel() and all(
-        later.data_ptr() - earlier.data_ptr() == distance * first.itemsize
-        and later.untyped_storage().data_ptr() == storage
-        and later.stride() == first.stride()
-        for earlier, later in pairwise(weights)
+    places = [each.data_ptr() for each in weights]
+    step = places[1] - places[0]
+    storage, nbytes = first.untyped_storage(), first.nbytes
+    is_regular = (
+        abs(step) >= max(1, nbytes)
+        and step % first.itemsize == 0
+        and places == list(range(places[0], places[-1] + step, step))
+        and storage.data_ptr() <= min(places[0], places[-1])
+        and max(places[0], places[-1]) + nbytes <= storage.data_ptr() + storage.nbytes()  # so all are within it
+        and all(each.is_contiguous() for each in weights)
     )
-    return distance if is_regular and first.is_contiguous() else None
+    return step // first.itemsize if is_regular else None
 
 
 def _totals(mains: Sequence[MainGradient | None]) -> ExpertTotals:
