@@ -96,19 +96,24 @@ def refusal_of(layer: Any) -> str:
 
 def _problem_of_modules(experts: Any) -> str:
     """Return why the modules of experts cannot be read for their weights alone, or nothing."""
-    wanted = LINEARS[_kind_of(experts)]
     linears, others = _modules_of(experts)
-    for module in (*linears, *others):
-        kind = type(module).__name__
-        if kind not in (wanted if module in linears else (MLP,)) or not _is_own(module, "forward"):
-            return f"its experts have a {kind}, whose formula is unknown; known are {', '.join(wanted)}"
-        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-            return "modules of its experts have hooks, which would not be called. Remove them"
-        if any(not each.__module__.startswith(DATA_PARALLEL) for each in module._forward_pre_hooks.values()):
-            return "modules of its experts have hooks other than Megatron-LM's, which would find no inputs. Remove them"
+    for modules, known in ((linears, LINEARS[_kind_of(experts)]), (others, (MLP,))):
+        if problem := next((found for each in modules if (found := _problem_of_module(each, known))), ""):
+            return problem
     singles = ("single_grouped_weight", "single_grouped_bias", "te_quant_params")
     if any(getattr(linears[0], name, None) for name in singles):
         return "its experts' weights are no plain tensors for each. Leave out moe_single_grouped_weight, and 8 and 4 bits"
+    return ""
+
+
+def _problem_of_module(module: Any, known: Sequence[str]) -> str:
+    kind = type(module).__name__
+    if kind not in known or not _is_own(module, "forward"):
+        return f"its experts have a {kind}, whose formula is unknown; known are {', '.join(known)}"
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "modules of its experts have hooks, which would not be called. Remove them"
+    if any(not each.__module__.startswith(DATA_PARALLEL) for each in module._forward_pre_hooks.values()):
+        return "modules of its experts have hooks other than Megatron-LM's, which would find no inputs. Remove them"
     return ""
 
 
