@@ -26,6 +26,7 @@ CopyDirection = Literal["device_to_device", "host_to_device", "device_to_host", 
 MatmulSizes = tuple[int, int, int]  # rows, inner size and columns of a matrix multiplication
 
 MAX_RANKS = 1 << 20  # of a job
+LEAST_ROW_BYTES = 16  # of a row for each byte of what goes with it, such as its probability; chosen
 MAX_CTAS = 1 << 50  # more CTAs are no real launch: at a nanosecond each on every slot of a GPU they would take minutes
 
 
@@ -161,11 +162,11 @@ class UnevenParts(Value, frozen=True, kw_only=True):
         """What others send to the rank."""
         return sum(self.received_bytes) - self.received_bytes[self.group_rank]
 
-    def goes_with(self, rows: "UnevenParts", least: int = 16) -> bool:
-        """Return whether these are numbers that go with rows, `least` times fewer bytes or less for each of them."""
+    def goes_with(self, rows: "UnevenParts") -> bool:
+        """Return whether these are numbers that go with rows: a few bytes for each of them, in the same parts."""
         both = ((self.sent_bytes, rows.sent_bytes), (self.received_bytes, rows.received_bytes))
         own, theirs = (sum(sum(each) for each in column) for column in zip(*both, strict=True))
-        is_small = 0 < own * least <= theirs
+        is_small = 0 < own * LEAST_ROW_BYTES <= theirs
         is_alike = len(self.sent_bytes) == len(rows.sent_bytes) and all(
             few * theirs == many * own for small, large in both for few, many in zip(small, large, strict=True)
         )
