@@ -48,6 +48,7 @@ def on(*gpus: FoundGpu, job: JobCommand | None = None, **more: Any) -> JobContex
 
 
 TWO = (H200, H200)
+EXPERTS = "a.py --num-experts 64 --expert-model-parallel-size 8"
 FSDP2, TP = hints("fsdp2"), hints("megatron_tensor_parallel")
 PRELOADED = PreloadedLibrary(path="/opt/libvgpu.so", is_found=True, entry_points=("cuLaunchKernel",))
 OURS = PreloadedLibrary(path="/cache/filter.so", is_found=True, is_ours=True, entry_points=("cuLaunchKernel",))
@@ -146,6 +147,12 @@ FIRES: list[tuple[Rule, JobContext, str]] = [
         on(job=megatron("a.py --tp-comm-overlap --sequence-parallel")),
         DEFEATS,
     ),
+    (frameworks.megatron_experts_by_all_gather, on(job=megatron(EXPERTS)), MAY),
+    (
+        frameworks.megatron_experts_by_all_gather,
+        on(job=megatron(f"{EXPERTS} --moe-router-topk 6 --moe-token-dispatcher-type allgather")),
+        MAY,
+    ),
     (frameworks.zero_without_overlap, on(job=hints("zero_without_overlap")), MAY),
 ]
 SILENT: list[tuple[Rule, JobContext]] = [
@@ -234,6 +241,10 @@ SILENT: list[tuple[Rule, JobContext]] = [
         on(job=megatron("a.py --tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 4")),
     ),
     (frameworks.megatron_tp_overlap_without_sequence_parallel, on(job=megatron("a.py --sequence-parallel"))),
+    (frameworks.megatron_experts_by_all_gather, on(job=megatron(f"{EXPERTS} --moe-token-dispatcher-type alltoall"))),
+    (frameworks.megatron_experts_by_all_gather, on(job=megatron(f"{EXPERTS} --moe-router-topk 8"))),
+    (frameworks.megatron_experts_by_all_gather, on(job=megatron("a.py --num-experts 64"))),
+    (frameworks.megatron_experts_by_all_gather, on()),
     (frameworks.zero_without_overlap, on(job=hints("fsdp2"))),
 ]
 

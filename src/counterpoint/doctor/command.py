@@ -37,6 +37,7 @@ PROCESS_OPTIONS = ("--nproc-per-node", "--ntasks-per-node", "--num-gpus")
 MEGATRON_OPTIONS = (
     "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size",
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
+    "--expert-model-parallel-size",
 )  # fmt: skip
 DEEPSPEED_OPTIONS = ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file")  # of jobs, and of accelerate
 # an option of a job, and what its presence tells

@@ -64,10 +64,10 @@ class JobCommand(Value, frozen=True, kw_only=True):
     mounts: tuple[str, ...] = ()
     hints: tuple[Hint, ...] = ()
 
-    def number(self, option: str) -> int:
-        """Return an option's value as a count; 1 if it is absent or not a number."""
+    def number(self, option: str, usual: int = 1) -> int:
+        """Return an option's value as a count; the usual one if it is absent or not a number."""
         number = whole_number(self.options.get(option, ""))
-        return 1 if number is None else number
+        return usual if number is None else number
 
 
 class FoundGpu(Value, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     launchers.occupied_plugin_slot,
     frameworks.megatron_without_data_parallel_overlap,
     frameworks.megatron_tp_overlap_without_sequence_parallel,
+    frameworks.megatron_experts_by_all_gather,
     frameworks.zero_without_overlap,
 )
 

@@ -1,7 +1,12 @@
-"""Megatron-LM's and DeepSpeed's options: overlap that is off by default, and a combination that is rejected."""
+"""Megatron-LM's and DeepSpeed's options: overlap that is off by default, a combination that is rejected, and more traffic
+than needed.
+"""
 
 from counterpoint.doctor.job_context import SHARDED, Finding, JobContext
+from counterpoint.units import format_count
 
+USUAL_TOP = 2  # experts of a token, unless the command says otherwise
+BY_ALL_GATHER = "allgather"
 SPLITS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
 
 
@@ -56,6 +61,26 @@ def megatron_tp_overlap_without_sequence_parallel(context: JobContext) -> Findin
         "needs tensor parallelism; otherwise it stops.",
         source="Megatron-LM, megatron/training/arguments.py, validate_args",
         remedy="Add --sequence-parallel." if is_split else "Leave it out, or set --tensor-model-parallel-size.",
+    )
+
+
+def megatron_experts_by_all_gather(context: JobContext) -> Finding | None:
+    """Every token on every rank, where few of these have an expert for it."""
+    job, option = context.job, "--moe-token-dispatcher-type"
+    if job is None:
+        return None
+    ranks, top = job.number("--expert-model-parallel-size"), job.number("--moe-router-topk", USUAL_TOP)
+    if ranks <= top or "--num-experts" not in job.options or job.options.get(option, BY_ALL_GATHER) != BY_ALL_GATHER:
+        return None
+    return Finding(
+        severity="may defeat overlap",
+        setting=option,
+        found=BY_ALL_GATHER if option in job.options else f"not given, which is {BY_ALL_GATHER}",
+        fact=f"Each rank then receives the tokens of all {ranks} expert-parallel ranks, {ranks - 1} times as many as its "
+        f"own, and nothing hides that. With alltoall and {format_count(top, 'expert')} for each token it receives about "
+        f"{top * (ranks - 1) / ranks:.2g} times as many, and expert_parallel.overlap hides them.",
+        source="Megatron-LM, megatron/core/transformer/moe/token_dispatcher.py; NeMo RL 2004",
+        remedy=f"Set {option} alltoall.",
     )
 
 
