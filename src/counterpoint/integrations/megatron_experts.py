@@ -1,4 +1,4 @@
-"""The expert layers of Megatron-LM's core (read in 0.14 to 0.19): `MoELayer` with `MoEAlltoAllTokenDispatcher`.
+"""The expert layers of Megatron-LM's core (read in 0.14 to 0.20): `MoELayer` with `MoEAlltoAllTokenDispatcher`.
 
 Megatron-LM's dispatcher sorts tokens by expert, sends them, and sorts them again at their experts; results go back the same
 way. While the switch is on, the dispatcher sorts tokens and adds up results on their own rank only, and the experts' forward
@@ -79,7 +79,7 @@ def refusal_of(layer: Any) -> str:
         return f"its experts are a {_kind_of(experts)}, but only {GROUPED} and {SEQUENTIAL} are supported"
     missing = [name for name in REPLACED if not hasattr(dispatcher, name)]
     if missing:
-        return f"its dispatcher has no {missing[0]}, as it has in Megatron-LM's core 0.14 to 0.19. Leave it unchanged"
+        return f"its dispatcher has no {missing[0]}, as it has in Megatron-LM's core 0.14 to 0.20. Leave it unchanged"
     for module, names in ((layer, CALLING), (dispatcher, ("__init__", *REPLACED)), (experts, ("forward",))):
         changed = next((name for name in names if not _is_own(module, name)), "")
         if changed:
