@@ -3,7 +3,7 @@
 Megatron-LM's dispatcher sorts tokens by expert, sends them, and sorts them again at their experts; results go back the same
 way. While the switch is on, the dispatcher sorts tokens and adds up results on their own rank only, and the experts' forward
 does everything between, by one operator. Megatron-LM multiplies an expert's activation by the token's probability, which
-travels along. Here the result is multiplied by it, where it is added up, as Megatron-LM did before 0.11.
+travels along. Here the result is multiplied by it, where it is added up, as in core 0.12.
 
 Every weight of an expert is a parameter of its own (`separate_weights.py`). Nothing here imports Megatron-LM.
 """
