@@ -14,7 +14,7 @@ Call `overlap` before or after `fully_shard`, and before or after activation che
 a backward pass. In a model under torch.compile, the graph breaks at the experts, as in torchtitan.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -42,6 +42,18 @@ from counterpoint.value import require
 __all__ = ["OPERATORS", "Overlapped", "overlap", "waiting_experts", "why_none_waits"]
 
 OVERLAPPED = TorchtitanExperts | DispatchedExperts | TransformersExperts | MegatronExperts
+TORCHTITAN = "torchtitan"  # its hooks send tokens, and its layer's shared experts run meanwhile
+# by framework, of the others: why experts stay unchanged, and what replaces their forward
+REFUSALS: dict[str | None, Callable[[nn.Module], str]] = {
+    "torchtitan 0.3": refusal_of_dispatched,
+    "Megatron-LM": megatron_experts.refusal_of,
+    "transformers": transformers_experts.refusal,
+}
+FORWARDS: dict[str | None, type[DispatchedExperts | MegatronExperts | TransformersExperts]] = {
+    "torchtitan 0.3": DispatchedExperts,
+    "Megatron-LM": MegatronExperts,
+    "transformers": TransformersExperts,
+}
 
 
 def overlap(
@@ -71,14 +83,12 @@ def overlap(
     )
     layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
     for name, experts in found:
-        if spread_by(experts) == "torchtitan":
+        if reason := _refusal(experts):
+            overlapped.refused[name] = reason
+        elif spread_by(experts) == TORCHTITAN:
             _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
-        elif spread_by(experts) == "torchtitan 0.3":
-            _take_dispatched(overlapped, name, experts, options)
-        elif spread_by(experts) == "Megatron-LM":
-            _take_megatron(overlapped, name, experts, options)
         else:
-            _take_transformers(overlapped, name, experts, options)
+            _take(overlapped, name, experts, options)
     overlapped.require_taken(f"No experts of {type(module).__name__}")
     overlapped.say_obstacles()
     return overlapped
@@ -110,14 +120,19 @@ def why_none_waits(module: nn.Module) -> str:
 
 def _refusal(experts: nn.Module) -> str:
     """Return why experts that a framework has spread cannot be taken, or nothing."""
-    if spread_by(experts) == "transformers":
-        return transformers_experts.refusal(experts)
-    if spread_by(experts) == "torchtitan 0.3":
-        return refusal_of_dispatched(experts)
-    if spread_by(experts) == "Megatron-LM":
-        return megatron_experts.refusal_of(experts)
+    framework = spread_by(experts)
+    if framework in REFUSALS:
+        return REFUSALS[framework](experts)
     found = torchtitan_layout(experts)
     return found if isinstance(found, str) else ""
+
+
+def _take(overlapped: Overlapped, name: str, experts: nn.Module, options: Mapping[str, Any]) -> None:
+    """Take experts of a framework that needs nothing but their module."""
+    forward = FORWARDS[spread_by(experts)](experts, overlapped.switch, options)
+    overlapped.take(name, experts, forward.run, forward.group.group_name)
+    for exchanged in forward.replacements():
+        overlapped.exchange(*exchanged)
 
 
 def _take_torchtitan(
@@ -126,36 +141,12 @@ def _take_torchtitan(
     """Take experts and the shared experts of the layer around them, if there are any."""
     experts, layer = modules
     layout = torchtitan_layout(experts)
-    if isinstance(layout, str):
-        overlapped.refused[name] = layout
-        return
+    assert not isinstance(layout, str), "only experts that are not refused come here"
     shared = None if layer is None else _take_shared(overlapped, layer)
     forward = TorchtitanExperts(experts, layout, (overlapped.switch, options, shared))
     overlapped.take(name, experts, forward.run, forward.group.group_name)
     for hooks, key in ((experts._forward_pre_hooks, layout.input_hook), (experts._forward_hooks, layout.output_hook)):
         overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
-
-
-def _take_dispatched(overlapped: Overlapped, name: str, routed: nn.Module, options: Mapping[str, Any]) -> None:
-    reason = refusal_of_dispatched(routed)
-    if reason:
-        overlapped.refused[name] = reason
-        return
-    forward = DispatchedExperts(routed, overlapped.switch, options)
-    overlapped.take(name, routed, forward.run, forward.group.group_name)
-    for exchanged in forward.replacements():
-        overlapped.exchange(*exchanged)
-
-
-def _take_megatron(overlapped: Overlapped, name: str, layer: nn.Module, options: Mapping[str, Any]) -> None:
-    reason = megatron_experts.refusal_of(layer)
-    if reason:
-        overlapped.refused[name] = reason
-        return
-    forward = MegatronExperts(layer, overlapped.switch, options)
-    overlapped.take(name, layer, forward.run, forward.group.group_name)
-    for exchanged in forward.replacements():
-        overlapped.exchange(*exchanged)
 
 
 def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | None:
@@ -167,12 +158,3 @@ def _take_shared(overlapped: Overlapped, layer: nn.Module) -> SharedExperts | No
     overlapped.exchange_forward(shared, forward.run)
     overlapped.exchange_forward(layer, forward.run_layer)
     return forward
-
-
-def _take_transformers(overlapped: Overlapped, name: str, experts: nn.Module, options: Mapping[str, Any]) -> None:
-    reason = transformers_experts.refusal(experts)
-    if reason:
-        overlapped.refused[name] = reason
-        return
-    forward = TransformersExperts(experts, overlapped.switch, options)
-    overlapped.take(name, experts, forward.run, forward.group.group_name)

@@ -26,6 +26,7 @@ from counterpoint.ops.operator_call import expert_calls_of
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
 GROUPED, SEQUENTIAL, MLP = "TEGroupedMLP", "SequentialMLP", "MLP"
+HALVES = ("linear_fc1", "linear_fc2")
 MEGATRON, DATA_PARALLEL = "megatron.core.", "megatron.core.distributed."
 # the classes of linears that experts have
 LINEARS = {
@@ -41,6 +42,7 @@ CALLING = (
     *("forward", "route", "router_and_preprocess", "preprocess", "dispatch", "combine", "postprocess"),
     *("experts_compute", "routed_experts_compute"),
 )
+CAPTURED = "its calls are captured in CUDA graphs, but the host has to read counts. Leave it unchanged"
 # Settings with which a layer does something else, the values with which it does not, and what to do
 SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
     "overlap_moe_expert_parallel_comm": ((False,), HIDES_ALREADY),
@@ -58,15 +60,9 @@ SETTINGS: dict[str, tuple[tuple[object, ...], str]] = {
     "delay_wgrad_compute": ((False,), "it computes weights' gradients later, and operators do not. Leave it unchanged"),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), HIDES_ALREADY),
     "fine_grained_activation_offloading": ((False,), "its activations are moved to the host. Leave it unchanged"),
-    "cuda_graph_impl": (
-        ("none",),
-        "its calls are captured in CUDA graphs, but the host has to read counts. Leave it unchanged",
-    ),
-    "enable_cuda_graph": ((False,), "its calls are captured in CUDA graphs, but the host reads counts. Leave it unchanged"),
-    "external_cuda_graph": (
-        (False,),
-        "its calls are captured in CUDA graphs, but the host reads counts. Leave it unchanged",
-    ),
+    "cuda_graph_impl": (("none",), CAPTURED),
+    "enable_cuda_graph": ((False,), CAPTURED),  # this one and the next in earlier releases
+    "external_cuda_graph": ((False,), CAPTURED),
 }
 
 
@@ -96,7 +92,9 @@ def refusal_of(layer: Any) -> str:
 
 def _problem_of_modules(experts: Any) -> str:
     """Return why the modules of experts cannot be read for their weights alone, or nothing."""
-    linears, others = _modules_of(experts)
+    holders = _holders(experts)
+    linears = [getattr(each, name) for each in holders for name in HALVES]
+    others = [] if _kind_of(experts) == GROUPED else holders
     for modules, known in ((linears, LINEARS[_kind_of(experts)]), (others, (MLP,))):
         if problem := next((found for each in modules if (found := _problem_of_module(each, known))), ""):
             return problem
@@ -127,12 +125,9 @@ def _kind_of(experts: nn.Module) -> str:
     return type(experts).__name__
 
 
-def _modules_of(experts: Any) -> tuple[list[Any], list[Any]]:
-    """Return all linears of experts, and the modules that hold them."""
-    if _kind_of(experts) == GROUPED:
-        return [experts.linear_fc1, experts.linear_fc2], []
-    others = list(experts.local_experts)
-    return [getattr(each, name) for each in others for name in ("linear_fc1", "linear_fc2")], others
+def _holders(experts: Any) -> list[Any]:
+    """Return the modules that have the linears: one for each expert, or one for all."""
+    return [experts] if _kind_of(experts) == GROUPED else list(experts.local_experts)
 
 
 class Half(NamedTuple):
@@ -145,9 +140,8 @@ class Half(NamedTuple):
     @classmethod
     def of(cls, experts: Any, name: str) -> "Half":
         """Return the linears of this name."""
-        if _kind_of(experts) == GROUPED:
-            return cls([getattr(experts, name)], experts.num_local_experts, is_grouped=True)
-        return cls([getattr(each, name) for each in experts.local_experts], experts.num_local_experts, is_grouped=False)
+        linears = [getattr(each, name) for each in _holders(experts)]
+        return cls(linears, experts.num_local_experts, _kind_of(experts) == GROUPED)
 
     def parameters(self, name: str) -> list[torch.Tensor]:
         """Return the weight or the bias of each expert."""
@@ -234,8 +228,8 @@ class MegatronExperts:
         return found
 
     @property
-    def _halves(self) -> tuple[Half, Half]:
-        return Half.of(self._experts, "linear_fc1"), Half.of(self._experts, "linear_fc2")
+    def _halves(self) -> list[Half]:
+        return [Half.of(self._experts, name) for name in HALVES]
 
     def _obstacle(self, tokens: torch.Tensor) -> str:
         """Return what a pass does besides sending tokens to experts and multiplying them; or nothing."""
@@ -307,9 +301,11 @@ class MegatronExperts:
         if not self._is_ours:
             return self._forward_experts(tokens, tokens_per_expert, probs, **named)
         self._prepare_weights()
-        assert self._agreed is not None, "the pass began with it"
-        both = zip(self._halves, self._agreed.trains, strict=True)
-        (w1, b1, total1), (w2, b2, total2) = (self._operands(half, is_trained=each) for half, each in both)
+        agreed = self._agreed
+        assert agreed is not None, "the pass began with it"
+        both = zip(self._halves, agreed.trains, strict=True)
+        step = -1 if agreed.is_reversed else 1
+        (w1, b1, total1), (w2, b2, total2) = (self._operands(half, step, is_trained=each) for half, each in both)
         options = {"group": self.group, "activation": self._activation, **self._options}
         results = expert_ffn(tokens, tokens_per_expert, w1, w2, biases=(b1, b2), totals=(total1, total2), **options)
         return results, None
@@ -321,9 +317,10 @@ class MegatronExperts:
                 for hook in module._forward_pre_hooks.values():
                     hook(module, ())
 
-    def _operands(self, half: Half, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Return the weights of a linear, its biases, and what takes the gradients of its weights."""
-        step = -1 if self._agreed is not None and self._agreed.is_reversed else 1
+    def _operands(self, half: Half, step: int, *, is_trained: bool) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """Return the weights of a linear, its biases, and what takes the gradients of its weights. `step`: from an expert to
+        the next, 1 or -1.
+        """
         weights, is_first = half.parameters("weight")[::step], half.is_first
         mains = [main_gradient_of(each, is_first=is_first) if half.is_fused else None for each in weights]
         has_bias = self._layer.config.add_bias_linear

@@ -5,7 +5,7 @@ Their tokens arrive unsorted, with the experts of each token and the weights of 
 sums exactly what `AllToAllEP` does; one operator does the part in between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -83,6 +83,10 @@ class TransformersExperts:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> "TransformersExperts":
         return self  # a copy of the model has the same `forward`, as without Counterpoint
+
+    def replacements(self) -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
+        """Return what else to put into which object under which name: nothing."""
+        return []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes of what is sent are read on the host
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:

@@ -28,14 +28,13 @@ def activate(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> t
     """Return the activation of one or two matrices (n, hidden), in their type: under autocast a function may return another,
     which the next matmul would not take.
     """
-    halves = _halves(activation, inputs)
-    if activation is not None and halves is None:
-        return activation(*inputs).to(inputs[0].dtype)
-    inputs = inputs if halves is None else halves
-    if _is_fused(inputs):
+    gated = _gated_at_once(activation, inputs)
+    if gated is not None:
         from counterpoint.ops.expert_kernels import gate  # noqa: PLC0415  needs Triton
 
-        return gate(*inputs)
+        return gate(*gated)
+    if activation is not None:
+        return activation(*inputs).to(inputs[0].dtype)
     result: torch.Tensor = silu(inputs[0])
     return result.mul_(inputs[1]) if len(inputs) > 1 else result
 
@@ -47,13 +46,12 @@ def activate_backward(
     outs: Sequence[torch.Tensor],
 ) -> None:
     """Compute the activation again, and the gradients of its inputs, in `outs` in this order."""
-    halves = _halves(activation, inputs)
-    if halves is not None or (activation is None and _is_fused(inputs)):
+    gated = _gated_at_once(activation, inputs)
+    if gated is not None:
         from counterpoint.ops.expert_kernels import gate_backward  # noqa: PLC0415  needs Triton
 
-        first, second = inputs if halves is None else halves
         result, *of_inputs = outs
-        gate_backward(first, second, gradient, (result, *(of_inputs if halves is None else of_inputs[0].chunk(2, 1))))
+        gate_backward(*gated, gradient, (result, *(of_inputs[0].chunk(2, 1) if activation is gated_silu else of_inputs)))
         return
     found = _differentiated(activation, inputs, gradient) if activation else _silu_backward(inputs, gradient)
     for out, each in zip(outs, found, strict=True):
@@ -69,10 +67,15 @@ def _silu_backward(inputs: Sequence[torch.Tensor], gradient: torch.Tensor) -> li
     return [result.mul_(second), torch.ops.aten.silu_backward(gradient.mul(second), first), of_second]
 
 
-def _halves(activation: Activation | None, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """Return gate and up of an activation that one kernel computes from one matrix; None for any other."""
-    halves = inputs[0].chunk(2, 1) if activation is gated_silu else ()
-    return halves if halves and _is_fused(halves) else None
+def _gated_at_once(
+    activation: Activation | None, inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return gate and up, if one kernel computes the activation from them."""
+    pair = inputs[0].chunk(2, 1) if activation is gated_silu else inputs
+    if activation not in (None, gated_silu) or not _is_fused(pair):
+        return None
+    gate, up = pair
+    return gate, up
 
 
 def _is_fused(inputs: Sequence[torch.Tensor]) -> bool:
