@@ -6,6 +6,7 @@
     python -m benchmarks.supervised_jobs --ranks 2 --jobs transformers_tp -o jobs.json
     python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp --against torchtitan_tp_async --torchtitan DIR
     python -m benchmarks.supervised_jobs --ranks 2 --jobs torchtitan_tp_trained --torchtitan DIR
+    python -m benchmarks.supervised_jobs --ranks 2 --jobs megatron_pretrain --megatron DIR
     UB_SKIPMC=1 python -m benchmarks.supervised_jobs --ranks 2 --jobs megatron_tp --against megatron_userbuffers
 
 Each job runs bare, under --tune and, if that found one, under its plan; then bare again, so that drift of the cards shows.
@@ -59,15 +60,35 @@ MEGATRON = {
     "megatron_64_experts": (*EXPERTS, "--experts", "128"),  # on each of two GPUs
     "megatron_userbuffers": ("--tensor-parallel", "{}", "--engine", "--way", "userbuffers"),
 }
-JOBS = (*OURS, *ZERO, "transformers_tp", *MEGATRON, *TORCHTITAN)
+# what Megatron-LM's own script, pretrain_gpt.py, is asked for: the experts of Qwen3-30B-A3B, 32 of them
+PRETRAIN = (
+    *("--num-layers", "4", "--hidden-size", "2048", "--ffn-hidden-size", "768", "--num-attention-heads", "16"),
+    *("--group-query-attention", "--num-query-groups", "4", "--kv-channels", "128", "--seq-length", "4096"),
+    *("--max-position-embeddings", "4096", "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--num-experts", "32", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "768", "--expert-model-parallel-size", "{}"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-router-force-load-balancing"),
+    *("--micro-batch-size", "2", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--no-gradient-accumulation-fusion", "--lr", "1e-4", "--min-lr", "1e-5", "--lr-decay-style", "cosine", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--eval-iters", "0", "--eval-interval", "1000000"),
+    *("--log-interval", "10"),
+)
+JOBS = (*OURS, *ZERO, "transformers_tp", *MEGATRON, "megatron_pretrain", *TORCHTITAN)
 GRACE_S = 20
 MOST_KEPT = 20_000  # characters of what a failed run said
 SAMPLED_MS = 200
 LAST_HALF = re.compile(r"last half: ([\d.]+) ms per step, quartiles ([\d.]+) to ([\d.]+)")
+MEGATRON_LOG = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")  # a mean of --log-interval steps
+LOSSES = re.compile(r"(?:lm loss:|loss(?: after 50 steps)?) ([-+]?\d[-+\d.eE]*)")
 
 
 def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    if job == "megatron_pretrain":
+        asked = [each.format(options.ranks) for each in PRETRAIN]
+        batch = ["--global-batch-size", str(2 * options.ranks), "--train-iters", str(num_steps)]
+        return [*torchrun, str(options.megatron / "pretrain_gpt.py"), *asked, *batch]
     if job in TORCHTITAN:
         sources = str(options.torchtitan.resolve())
         script = ["-m", "benchmarks.torchtitan_job", "--torchtitan", sources, "--way", "bare", "--model", *TORCHTITAN[job]]
@@ -115,7 +136,7 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
     started = time.monotonic()
     with Clocks() as clocks:
         status, output, errors = finish([*prefix, *command(job, options, num_steps)], options.limit)
-    found = LAST_HALF.search(output)
+    found = last_half(output)
     shown = ("counterpoint:", "priority", "head_start", "residency_cap", "overlap", "transport")
     words = ("replayed", "issued call by call")  # in a table's second line, and behind a logger's own words
     return {
@@ -123,12 +144,23 @@ def run(job: str, options: argparse.Namespace, *ours: str) -> dict[str, Any]:
         "exit_status": status,
         "seconds": round(time.monotonic() - started, 1),
         **clocks.found,
-        "ms_per_step": float(found[1]) if found else None,
-        "quartiles_ms": [float(found[2]), float(found[3])] if found else None,
-        "losses": re.findall(r"loss (?:after 50 steps )?([-\d.e]+)", output),
+        "ms_per_step": found[0] if found else None,
+        "quartiles_ms": list(found[1:]) if found else None,
+        "losses": LOSSES.findall(output),
         "said": [line for line in errors.splitlines() if line.startswith(shown) or any(word in line for word in words)],
         "errors": "" if status == 0 else errors[-MOST_KEPT:],
     }
+
+
+def last_half(output: str) -> tuple[float, float, float] | None:
+    """Median and quartiles of ms per step over the second half of the steps, as a job prints them or Megatron-LM's log."""
+    if (found := LAST_HALF.search(output)) is not None:
+        return float(found[1]), float(found[2]), float(found[3])
+    times = [float(each) for each in MEGATRON_LOG.findall(output)]
+    if len(times) < 4:
+        return None
+    low, median, high = statistics.quantiles(times[len(times) // 2 :], n=4, method="inclusive")
+    return round(median, 3), round(low, 3), round(high, 3)
 
 
 def finish(words: list[str], limit_s: float) -> tuple[int, str, str]:
@@ -233,6 +265,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(OURS))
     parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="sources of torchtitan v0.2.2, for its jobs")
+    parser.add_argument("--megatron", type=Path, metavar="DIR", help="sources of Megatron-LM, for megatron_pretrain")
     parser.add_argument("--against", choices=JOBS, help="run this job bare before and after each of --jobs, for comparison")
     parser.add_argument("--steps", type=int, default=440, help="of each run")
     parser.add_argument("--untuned-steps", type=int, default=400, help="of a run that tunes nothing, at most")
@@ -245,6 +278,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.torchtitan is None and {*options.jobs, options.against} & set(TORCHTITAN):
         parser.error("jobs of torchtitan need its sources; give their folder with --torchtitan DIR")
+    if options.megatron is None and "megatron_pretrain" in (*options.jobs, options.against):
+        parser.error("megatron_pretrain needs Megatron-LM's sources; give their folder with --megatron DIR")
     if options.steps < 2 * options.budget:
         parser.error(
             f"--steps is twice --budget ({options.budget}) or more, so that the second half has no tuning in it; "

@@ -42,10 +42,11 @@ def set_weight_gradients(left: torch.Tensor, gradients: Sequence[torch.Tensor], 
 
 
 def set_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, is_added: bool = False) -> None:
-    """Set `out` to left @ right, or add the product to it. It may be of single precision where the operands are not, which
-    on GPUs is one kernel.
+    """Set `out` to left @ right, or add the product to it. One kernel does so if `out` has the operands' type, or, on GPUs,
+    single precision where the operands have half.
     """
-    if out.dtype != left.dtype and not out.is_cuda:
+    is_widened = out.is_cuda and out.dtype == torch.float32 and left.dtype in (torch.float16, torch.bfloat16)
+    if out.dtype != left.dtype and not is_widened:
         product = multiply(left, right)
         _ = out.add_(product) if is_added else out.copy_(product)
         return
