@@ -69,7 +69,7 @@ PRETRAIN = (
     *("--num-experts", "32", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "768", "--expert-model-parallel-size", "{}"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm", "--moe-permute-fusion"),
     *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2", "--moe-router-force-load-balancing"),
-    *("--micro-batch-size", "2", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--micro-batch-size", "4", "--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--no-gradient-accumulation-fusion", "--lr", "1e-4", "--min-lr", "1e-5", "--lr-decay-style", "cosine", "--mock-data"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--eval-iters", "0", "--eval-interval", "1000000"),
     *("--log-interval", "10"),
@@ -87,7 +87,7 @@ def command(job: str, options: argparse.Namespace, num_steps: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     if job == "megatron_pretrain":
         asked = [each.format(options.ranks) for each in PRETRAIN]
-        batch = ["--global-batch-size", str(2 * options.ranks), "--train-iters", str(num_steps)]
+        batch = ["--global-batch-size", str(4 * options.ranks), "--train-iters", str(num_steps)]
         return [*torchrun, str(options.megatron / "pretrain_gpt.py"), *asked, *batch]
     if job in TORCHTITAN:
         sources = str(options.torchtitan.resolve())

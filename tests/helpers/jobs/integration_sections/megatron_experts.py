@@ -109,29 +109,6 @@ def overlapped_right(model: nn.Module, schedule: ScheduleDescription | None = No
     assert not any("forward" in vars(each) or "preprocess" in vars(each) for each in model.modules())
 
 
-def overlapped_as_exact() -> None:
-    """In half precision, with gradients in single precision, as near to double precision as without operators."""
-    model, exact = Layers(dtype=torch.bfloat16, is_fused=True), Layers(is_fused=True)
-    for one, other in zip(exact.parameters(), model.parameters(), strict=True):
-        one.data.copy_(other.data)
-    for each in (model, exact):
-        give_main_gradients(each)
-        move_into_buffer(each, is_reversed=True)
-    tokens = tokens_of(torch.bfloat16)
-    wanted = results_of(exact, tokens.detach().double().requires_grad_())
-
-    def error(found: list[torch.Tensor]) -> float:
-        pairs = zip(found, wanted, strict=True)
-        errors = [(one.double() - other).norm() / other.norm().clamp_min(1e-3) for one, other in pairs]
-        return torch.stack(errors).mean().item()
-
-    without = error(results_of(model, tokens))
-    overlapped = expert_parallel.overlap(model)
-    found = error(results_of(model, tokens))
-    assert found < 1.5 * without < 3e-2, (found, without)
-    overlapped.undo()
-
-
 def megatron_expert_layers() -> None:
     """Experts of one module or of many, with weights in any order, fused gradients, biases, shared experts, recomputed."""
     forms: Sequence[dict[str, Any]] = (
@@ -166,7 +143,30 @@ def megatron_expert_buffers() -> None:
     move_into_buffer(model, is_reversed=True)
     assert_close(results_of(model, tokens), wanted, 1e-12)
     overlapped.undo()
-    overlapped_as_exact()
+
+
+def megatron_experts_in_half_precision() -> None:
+    """With gradients in single precision, results are as near to those of double precision as without operators."""
+    model, exact = Layers(dtype=torch.bfloat16, is_fused=True), Layers(is_fused=True)
+    for one, other in zip(exact.parameters(), model.parameters(), strict=True):
+        one.data.copy_(other.data)
+    for each in (model, exact):
+        give_main_gradients(each)
+        move_into_buffer(each, is_reversed=True)
+    tokens = tokens_of(torch.bfloat16)
+    wanted = results_of(exact, tokens.detach().double().requires_grad_())
+
+    def error(found: list[torch.Tensor]) -> float:
+        pairs = zip(found, wanted, strict=True)
+        errors = [(one.double() - other).norm() / other.norm().clamp_min(1e-3) for one, other in pairs]
+        return torch.stack(errors).mean().item()
+
+    without = error(results_of(model, tokens))
+    overlapped = expert_parallel.overlap(model)
+    found = error(results_of(model, tokens))
+    assert without < 5e-2
+    assert found < 1.5 * without, (found, without)
+    overlapped.undo()
 
 
 def megatron_expert_evaluation() -> None:
