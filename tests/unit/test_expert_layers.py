@@ -13,8 +13,8 @@ from counterpoint.planner import tune
 from counterpoint.planner.movements import propose_overlaps
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.expert_layers import ExpertExchange, ExpertLayers, ExpertModel
-from counterpoint.step import Collective, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
+from counterpoint.sim.expert_layers import ExpertExchange, ExpertLayers, ExpertModel, issued_sooner_us
+from counterpoint.step import Collective, Copy, Dependency, Footprint, Kernel, Operation, Step, UnevenParts
 from counterpoint.workloads import load_workload
 
 H200 = load_machine("h200")
@@ -98,6 +98,27 @@ def test_all_but_the_first_or_last_groups_rows_travel_beside_matmuls() -> None:
     after = measure(Simulator().run(step, H200, experts_plan(step)))
     hidden_us = costs.lone_us(dispatch) + costs.lone_us(combine) - sum(exposed_us)
     assert before.makespan_us - after.makespan_us == pytest.approx(450.0 + hidden_us, rel=0.05)
+
+
+def test_the_host_issues_what_follows_sooner_where_one_launch_does_for_many_matmuls() -> None:
+    """16 matmuls with fills of their workspace, 20 us apart; what follows a wait for the GPU is issued no sooner."""
+    fill = Copy(name="Memset (Device)", stream=0, direction="set", num_bytes=4)
+    matmuls = [each for _ in range(16) for each in (fill, kernel("grouped", lone_us=2.0))]
+    issued = [msgspec.structs.replace(each, issued_us=2_000.0 + 10.0 * number) for number, each in enumerate(matmuls)]
+    end_us = issued[-1].issued_us
+    assert end_us is not None
+    after = msgspec.structs.replace(exchange(BACK, len(issued)), issued_us=end_us + 50.0)
+    late = msgspec.structs.replace(kernel("norm", len(issued) + 1), issued_us=100.0, issued_after=len(issued) + 1)
+    step = step_of(exchange(OUT), *issued, after, kernel("silu"), late)
+    runs = ExpertLayers(step).runs()
+    assert runs == [tuple(range(2, 34, 2))]
+    spared_us = 15 * 20.0
+    assert issued_sooner_us(step, runs)[-4:] == [spared_us, spared_us, spared_us, 0.0]
+    plan = experts_plan(step)
+    timelines = [Simulator().run(step, H200, each) for each in (LEAVE_IT, plan)]
+    starts = [{each.operation: each.start_us for each in timeline.intervals} for timeline in timelines]
+    assert starts[0][32] == pytest.approx(end_us, abs=20)
+    assert starts[1][32] < starts[0][32] - 0.6 * spared_us  # kernels take as long as before
 
 
 def test_own_results_that_take_longer_than_the_last_groups_way_back_are_exposed() -> None:

@@ -172,9 +172,10 @@ def _problems(timed: TimedTrace) -> list[str]:
             "The trace does not name its GPU, so whether kernels fit beside each other is judged by their number "
             "of CTAs only."
         )
-    if not any(call.kind == "wait" for call in timed.trace.host_calls) and len(timed.streams) > 1:
+    if not any(call.sync is not None for call in timed.trace.host_calls) and len(timed.streams) > 1:
+        how = "times" if timed.dependencies.are_from_times else "the order of the host's calls"
         problems.append(
-            "The trace holds no stream waits (enable_cuda_sync_events=True records them), so dependencies are "
-            "inferred from times."
+            "The trace does not say which streams wait for which (enable_cuda_sync_events=True records it), so dependencies "
+            f"are inferred from {how}."
         )
     return [*problems, *notes_on_collectives(timed.trace, range(len(timed.trace.operations)))]

@@ -16,7 +16,7 @@ from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import LEAVE_IT
 from counterpoint.planner.movements import obstacle_to_moving
-from counterpoint.sim.expert_layers import ExpertLayers
+from counterpoint.sim.expert_layers import ExpertLayers, issued_sooner_us
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
 from counterpoint.timeline import AbstractExecutor
 from counterpoint.units import MIB
@@ -37,7 +37,6 @@ GROUPED = (
     "multiply the experts of a layer by grouped matmuls, with fewer launches, as expert_parallel.overlap does; possible "
     "where all of a run of {} matmuls become one"
 )
-LEAST_GROUPED = 8  # matmuls directly after each other; chosen: fewer cost the host little
 LARGER_BUCKETS = "gradient buckets twice as large (DDP: bucket_cap_mb)"
 SMALLER_BUCKETS = "gradient buckets half as large (DDP: bucket_cap_mb)"
 
@@ -95,7 +94,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
         earlier = _prefetched(step, main, gathers)
         if earlier != step:
             yield PREFETCH, earlier
-    if runs := _runs_of_experts(step):
+    if runs := ExpertLayers(step).runs():
         yield GROUPED.format(max(map(len, runs))), _grouped(step, runs)
     if buckets := _buckets(step, main):
         yield LARGER_BUCKETS, _merged(step, buckets)
@@ -192,47 +191,24 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
     return sorted(part)
 
 
-def _runs_of_experts(step: Step) -> list[tuple[int, ...]]:
-    """Return the matmuls of expert layers that the host launches directly one after the other.
-
-    In the backward pass, gradients of weights follow those of inputs. They may go to totals by a matmul for each expert, so
-    no run is longer than the longest of the first half, which is that of the forward pass.
-    """
-    runs: list[list[int]] = []
-    for layer in ExpertLayers(step).found:
-        for number in layer.matmuls:
-            if runs and runs[-1][-1] == number - 1:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-    most = max(map(len, runs[: -(-len(runs) // 2)]), default=0)
-    return [tuple(run[:most]) for run in runs if len(run) >= LEAST_GROUPED and most >= LEAST_GROUPED]
-
-
 def _grouped(step: Step, runs: Sequence[tuple[int, ...]]) -> Step:
     """Replace each run of matmuls by one, which takes as long as they do on their streams; the host issues what follows
     sooner.
     """
     run_of = {number: run for run in runs for number in run}
-    saved_us: dict[int | None, float] = {}  # by what the host waited for last
     entries: list[Entry] = []
-    for number, operation in enumerate(step.operations):
-        run = run_of.get(number, ())
-        saved = saved_us.get(operation.issued_after, 0.0)
+    for number, (operation, sooner_us) in enumerate(zip(step.operations, issued_sooner_us(step, runs), strict=True)):
+        run, issued_us = run_of.get(number, ()), operation.issued_us
+        if issued_us is not None:
+            operation = replace(operation, issued_us=max(0.0, issued_us - sooner_us))  # noqa: PLW2901
         if run[:1] == (number,):
             matmuls = [step.kernel(each) for each in run]
-            times = [each.issued_us for each in matmuls if each.issued_us is not None]
-            saved_us[operation.issued_after] = saved + (max(times) - min(times) if times else 0.0)
             waiting = _waiting(operation, (wait.operation for each in matmuls[1:] for wait in each.waits_for))
             lone_us = sum(each.lone_us or 0.0 for each in matmuls) / len({each.stream for each in matmuls})
-            entries.append((run, replace(waiting, lone_us=lone_us or None, issued_us=_sooner(operation.issued_us, saved))))
+            entries.append((run, replace(waiting, lone_us=lone_us or None)))
         elif not run:
-            entries.append(((number,), replace(operation, issued_us=_sooner(operation.issued_us, saved))))
+            entries.append(((number,), operation))
     return _assembled(step, entries)
-
-
-def _sooner(issued_us: float | None, saved_us: float) -> float | None:
-    return None if issued_us is None else max(0.0, issued_us - saved_us)
 
 
 def _buckets(step: Step, main: int) -> list[int]:

@@ -27,7 +27,7 @@ from counterpoint.machine import Gpu, Machine
 from counterpoint.plan import Plan
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import SUMMED_COLLECTIVES, CostModel
-from counterpoint.sim.expert_layers import ExpertExchange, ExpertModel
+from counterpoint.sim.expert_layers import ExpertExchange, ExpertLayers, ExpertModel, issued_sooner_us
 from counterpoint.sim.flat_buffers import FlatBuffers
 from counterpoint.sim.matmul_pairs import MatmulPair, MatmulPairs
 from counterpoint.sim.nodes import obstacle_to_copies
@@ -52,8 +52,9 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
     """The combined effect of a plan's controls on one operation. `overlap` takes precedence over `uses_copy_engine`.
 
-    `is_saved`: an operator or copies of the plan make this operation unnecessary. `is_in_place`: copies move parameters or
-    gradients without a flat buffer, and send `sent_share` of a reduced buffer's bytes.
+    `is_saved`: an operator or copies of the plan make this operation unnecessary. `issued_sooner_us`: how much sooner the
+    host issues it, because operators of the plan need fewer launches. `is_in_place`: copies move parameters or gradients
+    without a flat buffer, and send `sent_share` of a reduced buffer's bytes.
     """
 
     footprint: Footprint | None
@@ -64,6 +65,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True):
     has_own_stream: bool = False
     overlap: Overlap | None = None
     is_saved: bool = False
+    issued_sooner_us: float = 0.0
     is_in_place: bool = False
     sent_share: float = 1.0
 
@@ -84,12 +86,24 @@ class EffectReader:
         """
         each = zip(self._step.operations, self._plan.controls_of(self._step), strict=True)
         effects = [self._effect(index, operation, controls) for index, (operation, controls) in enumerate(each)]
-        for layer in self._experts.layers.found if self._experts else ():
-            if effects[layer.dispatch].overlap and effects[layer.combine].overlap:
-                for number in layer.unneeded:
-                    effects[number] = msgspec.structs.replace(effects[number], is_saved=True)
+        if self._experts is not None:
+            self._run_experts(self._experts.layers, effects)
         self._move_in_place(effects)
         return effects
+
+    def _run_experts(self, layers: ExpertLayers, effects: list[Effect]) -> None:
+        """Let operators do without what they replace, and with one launch for the matmuls of all experts. Their copies are
+        assumed to take the host as long as the kernels and collectives that they replace.
+        """
+        taken = [each for each in layers.found if effects[each.dispatch].overlap and effects[each.combine].overlap]
+        for number in (number for layer in taken for number in layer.unneeded):
+            effects[number] = msgspec.structs.replace(effects[number], is_saved=True)
+        multiplied = {number for layer in taken for number in layer.matmuls}
+        runs = [run for run in layers.runs() if run[0] in multiplied]
+        if self._step.is_timed_in_bursts or not runs:  # a graph's launches cost the host nothing
+            return
+        for number, sooner_us in enumerate(issued_sooner_us(self._step, runs)):
+            effects[number] = msgspec.structs.replace(effects[number], issued_sooner_us=sooner_us)
 
     def _move_in_place(self, effects: list[Effect]) -> None:
         """Let what the plan moves by copies do without flat buffers, if the step has some. A captured graph keeps them."""

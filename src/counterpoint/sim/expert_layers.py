@@ -1,5 +1,5 @@
 """Finds the all-to-alls of a step that bring tokens to experts and back, with the matmuls between them, and estimates how
-much of their time operators would leave exposed.
+much of their time operators would leave exposed, and how much sooner the host would issue what follows.
 
 Two all-to-alls of one group belong together if the second returns what the first brought and matmuls lie between them. A
 smaller one may go with either of them, such as that of the tokens' probabilities in Megatron-LM.
@@ -22,6 +22,7 @@ from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
 MOST_COUNTS_BYTES = 1 << 16  # most bytes of an all-to-all of counts: 8 bytes for each of 8,192 experts
+LEAST_GROUPED = 8  # matmuls directly after each other; chosen: fewer cost the host little
 # Kernels that put rows in another order, or find out in which: torch's cat, index, index_put, gather, their gradients, sorts
 # and scans of indices, fills (of padding), torchtitan's own, TransformerEngine's (torch 2.11, torchtitan 0.2.2,
 # TransformerEngine 2.20)
@@ -70,6 +71,22 @@ class ExpertLayers:
             self._pair(line)
         self.layer_of = {index: layer for layer in self.found for index in (layer.dispatch, layer.combine)}
         self.others = {index for layer in self.found for index in layer.others}
+
+    def runs(self) -> list[tuple[int, ...]]:
+        """Return the matmuls that the host launches one after the other, with nothing between but fills of their workspace:
+        one grouped matmul does the same.
+
+        In the backward pass, gradients of weights follow those of inputs. They may go to totals by a matmul for each expert,
+        so no run is longer than the longest of the first half, which is that of the forward pass.
+        """
+        found: list[list[int]] = []
+        for number in (number for layer in self.found for number in layer.matmuls):
+            if found and all(_is_fill(each) for each in self._operations[found[-1][-1] + 1 : number]):
+                found[-1].append(number)
+            else:
+                found.append([number])
+        most = max(map(len, found[: -(-len(found) // 2)]), default=0)
+        return [tuple(run[:most]) for run in found if len(run) >= LEAST_GROUPED and most >= LEAST_GROUPED]
 
     def _pair(self, whole: Sequence[int]) -> None:
         companions = self._companions(whole)
@@ -130,6 +147,24 @@ class ExpertLayers:
     def _is_matmul(self, number: int) -> bool:
         operation = self._operations[number]
         return isinstance(operation, Kernel) and operation.character == "matmul"
+
+
+def issued_sooner_us(step: Step, runs: Sequence[Sequence[int]]) -> list[float]:
+    """Return how much sooner the host issues each operation of a step if it launches one matmul for each of these runs. What
+    it issues after a wait for the GPU is not sooner because of what it issued before.
+    """
+    first_of = {number: run[0] for run in runs for number in range(run[0], run[-1] + 1)}
+    last = {run[-1] for run in runs}
+    saved_us: dict[int | None, float] = defaultdict(float)  # by what the host waited for last
+    found: list[float] = []
+    for number, operation in enumerate(step.operations):
+        first, own_us = step.operations[first_of.get(number, number)], 0.0
+        if operation.issued_us is not None and first.issued_us is not None and first.issued_after == operation.issued_after:
+            own_us = max(0.0, operation.issued_us - first.issued_us)
+        found.append(saved_us[operation.issued_after] + own_us)
+        if number in last:
+            saved_us[operation.issued_after] += own_us
+    return found
 
 
 class ExpertExchange(Value, frozen=True, kw_only=True):
@@ -195,6 +230,10 @@ class ExpertModel:
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
         """Return the layer's next matmul after these, which needs their results."""
         return next((number for number in layer.matmuls if matmuls and number > matmuls[-1]), None)
+
+
+def _is_fill(operation: Operation) -> bool:
+    return isinstance(operation, Copy) and operation.direction == "set"
 
 
 def _is_reorder(operation: Operation) -> bool:

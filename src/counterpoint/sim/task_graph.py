@@ -92,7 +92,7 @@ class TaskGraph:
             waits |= {} if before is None else {self._awaited[before]: self._gap_ps_after(before, operation)}
         late_ps = self._launch_ps if index in self._racing else 0
         waits = {task: delay_ps + late_ps for task, delay_ps in waits.items()}
-        issued_ps = us_to_ps(max(0.0, operation.issued_us or 0.0))
+        issued_ps = us_to_ps(max(0.0, (operation.issued_us or 0.0) - self._effects[index].issued_sooner_us))
         if operation.issued_after is not None:
             task = self.last[operation.issued_after]
             waits[task] = max(waits.get(task, 0), issued_ps)

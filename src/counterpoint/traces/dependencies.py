@@ -3,19 +3,21 @@
 The order within a stream is implicit and is never listed. If the profiler states the record of an event, the dependency is
 exact. Otherwise the producer is inferred from the host's calls: a wait on NCCL's own event is for the communicator's
 previous collective. Any other record marks the last operation that its thread launched before it on a stream other than
-the waiting one (`host_order.py` finds the record). Without any events, and within a CUDA graph, whose operations the host
-launches at once, dependencies are inferred from times alone.
+the waiting one (`host_order.py` finds the record). Where the profiler states no stream for any wait, the host's order says
+who waits for whom (`unstated_waits.py`). Without waits, and within a CUDA graph, whose operations the host launches at once,
+dependencies are inferred from times alone.
 
 Every inference is checked against GPU times: a producer must have ended when its consumer starts. If it has not, it is
 replaced by the latest earlier operation of its stream that had ended, or by none.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from counterpoint.step import DependencyOrigin
 from counterpoint.traces.activity import ActivityTrace, SyncArguments
 from counterpoint.traces.host_order import FARTHEST_LOOK, HostOrder, index_host, records_of_waits
+from counterpoint.traces.unstated_waits import can_pair, find_pairs
 from counterpoint.value import Value
 
 TIME_TOLERANCE_US = 0.5
@@ -43,22 +45,15 @@ class Dependencies(Value, frozen=True, kw_only=True):
 def find_dependencies(trace: ActivityTrace) -> Dependencies:
     """Return all waits across streams in a trace; those that the profiler states are exact."""
     host = index_host(trace)
-    waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait"]
-    if not waits:
+    waits = [position for position, call in enumerate(trace.host_calls) if call.kind == "wait" and call.sync is not None]
+    if not waits and not can_pair(host):
         everything = range(len(trace.operations))
         return Dependencies(edges=tuple(_edges_from_times(host, everything)), are_from_times=True)
-    own = {position for position in waits if host.is_communicators_own(position)}
-    records = records_of_waits(host, [position for position in waits if position not in own])
     edges: dict[tuple[int, int], DependencyOrigin] = {
         (edge.consumer, edge.producer): edge.origin for graph in _graphs(trace) for edge in _edges_from_times(host, graph)
     }
     num_corrected = num_dropped = 0
-    for position in waits:
-        sync = host.calls[position].sync or SyncArguments()
-        consumer = host.next_on_stream(position, sync.stream)
-        producer, origin = _producer(host, position, sync, records.get(position), is_own=position in own)
-        if consumer is None or producer is None or host.streams[producer] == sync.stream:
-            continue
+    for consumer, producer, origin in _stated_pairs(host, waits) if waits else find_pairs(host):
         judged = producer if origin == "exact" else _judge(host, consumer, producer)
         num_corrected += judged is not None and judged != producer
         num_dropped += judged is None
@@ -69,6 +64,18 @@ def find_dependencies(trace: ActivityTrace) -> Dependencies:
         num_corrected=num_corrected,
         num_dropped=num_dropped,
     )
+
+
+def _stated_pairs(host: HostOrder, waits: list[int]) -> Iterator[tuple[int, int, DependencyOrigin]]:
+    """Yield a consumer and a producer for each wait whose stream the profiler states."""
+    own = {position for position in waits if host.is_communicators_own(position)}
+    records = records_of_waits(host, [position for position in waits if position not in own])
+    for position in waits:
+        sync = host.calls[position].sync or SyncArguments()
+        consumer = host.next_on_stream(position, sync.stream)
+        producer, origin = _producer(host, position, sync, records.get(position), is_own=position in own)
+        if consumer is not None and producer is not None and host.streams[producer] != sync.stream:
+            yield consumer, producer, origin
 
 
 def _producer(

@@ -153,7 +153,7 @@ class _Collected:
                     "process."
                 )
             self.calls[correlation] = HostCall(
-                kind="record" if "EventRecord" in name else "launch",
+                kind="record" if "EventRecord" in name else "wait" if "StreamWaitEvent" in name else "launch",
                 name=intern(name),
                 time_us=event.ts,
                 thread=intern(str(event.tid)),
@@ -223,7 +223,9 @@ class _Collected:
         number = busiest(self.operations)
         operations = self.operations.pop(number)
         calls = launches_here(self.calls, operations, self.operations.values())
-        for wait in self.waits if damage is None else ():  # a file that ends early lacks some calls, and nothing says which
+        if damage is not None:  # a file that ends early lacks some calls, and nothing says which
+            calls, self.waits = {number: call for number, call in calls.items() if call.kind != "wait"}, []
+        for wait in self.waits:
             call = calls.get(wait.correlation)
             if call is not None and wait.stream >= 0 and wait.device in (None, number):
                 calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
