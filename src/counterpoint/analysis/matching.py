@@ -40,13 +40,19 @@ def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollec
     shared: list[SharedCollective] = []
     problems: list[str] = []
     apart = ClocksApart()
-    for group, sequences in sorted(_groups(ranks).items(), key=lambda entry: _certainty(entry[1]), reverse=True):
-        if len(sequences) < 2:
-            continue
-        matched, problem = _match_group(group, sequences, apart)
-        apart.learn(matched)
-        shared += matched
-        problems += problem
+    groups = [entry for entry in _groups(ranks).items() if len(entry[1]) > 1]
+    groups.sort(key=lambda entry: _certainty(entry[1]), reverse=True)
+    for is_last in (False, True):
+        left = []
+        for group, sequences in groups:
+            matched, problem = _match_group(group, sequences, apart)
+            if not matched and not is_last:  # once more, when other groups have shown the clocks
+                left.append((group, sequences))
+                continue
+            apart.learn(matched)
+            shared += matched
+            problems += problem
+        groups = left
     return tuple(sorted(shared, key=lambda c: (c.members[0].start_us, c.members[0].rank))), tuple(problems)
 
 
