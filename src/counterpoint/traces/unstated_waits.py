@@ -9,7 +9,7 @@ so it is taken to be the one that ended last before the target began. But a wait
 what was launched just now, so the stream that waits is then one of the other targets. These wait, as far as there are waits
 left, for the operation that was launched last on another stream on which something is computed: a fork.
 
-NCCL's own waits, between a plain record and a collective's launch, are left out: they are within one communicator.
+NCCL's own waits, between its own record and a collective's launch, are left out: they are within one communicator.
 """
 
 from bisect import bisect_left
@@ -23,10 +23,10 @@ MOST_UNLAUNCHED = 0.02  # as a share of the operations; chosen: the calls around
 
 
 def can_pair(host: HostOrder) -> bool:
-    """Return whether the host's order says who waits: it has waits and nearly all launches, and tells NCCL's waits apart."""
+    """Return whether the host's order says who waits: it has waits, and nearly all launches."""
     launched = {host.calls[position].operation for position in host.launches}
     are_known = len(host.operations) - len(launched) <= MOST_UNLAUNCHED * len(host.operations)
-    return are_known and host.flags_tell_records_apart and any(call.kind == "wait" for call in host.calls)
+    return are_known and any(call.kind == "wait" for call in host.calls)
 
 
 def find_pairs(host: HostOrder) -> Iterator[Pair]:
@@ -93,12 +93,30 @@ def _follows_record(host: HostOrder, position: int) -> bool:
 
 
 def _is_wait(host: HostOrder, position: int) -> bool:
-    """Return whether a call is a wait, other than NCCL's directly between a plain record and a collective's launch."""
+    """Return whether a call is a wait, other than NCCL's between a record of its own and a collective's launch.
+
+    NCCL records plainly, and PyTorch with flags. Where all records are plain, PyTorch's record and wait come before NCCL's,
+    and its record of the collective's end comes after them.
+    """
     if host.calls[position].kind != "wait":
         return False
-    record = host.neighbor(position, -1)
-    if record is None or not host.calls[record].name.endswith("EventRecord"):
+    kinds = [_kind_at(host, position, distance) for distance in (-3, -2, -1, 1)]
+    before_both, launched_before, record, after = kinds
+    if record not in ("plain record", "record"):
         return True
-    around = [host.neighbor(position, distance) for distance in (-2, 1)]
-    launched = [host.calls[each].operation for each in around if each is not None]
-    return not any(each >= 0 and host.is_communication[each] for each in launched)
+    if host.flags_tell_records_apart:
+        return record == "record" or "collective" not in (launched_before, after)
+    is_leading = after == "collective" and launched_before == "wait" and before_both in ("plain record", "record")
+    is_trailing = launched_before == "collective" and after == "plain record"
+    return not (is_leading or is_trailing)
+
+
+def _kind_at(host: HostOrder, position: int, distance: int) -> str:
+    """Return what the thread did so many calls later, or earlier."""
+    there = host.neighbor(position, distance)
+    if there is None:
+        return ""
+    call = host.calls[there]
+    if call.operation >= 0:
+        return "collective" if host.is_communication[call.operation] else "launch"
+    return "plain record" if call.name.endswith("EventRecord") else call.kind
