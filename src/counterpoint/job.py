@@ -90,7 +90,7 @@ def _why_no_job(source: str) -> str:
     if not source.strip():
         what = f"is empty; STEP must be a trace ({SUFFIXES_IN_WORDS}), a workload file (.toml) or a workload's name"
     elif os.path.isdir(source):
-        what = "is a folder; name one trace in it, or give several to `counterpoint analyze`"
+        what = "is a folder; name one trace in it (`tune` and `analyze` take those of several ranks)"
     elif os.path.exists(source):
         what = f"is neither a trace ({SUFFIXES_IN_WORDS}) nor a workload file (.toml)"
     elif ":" in source:

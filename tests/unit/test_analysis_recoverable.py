@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from counterpoint.analysis import recoverable
 from counterpoint.analysis.combine import combine
 from counterpoint.analysis.headline import with_recoverable
 from counterpoint.analysis.rank import analyze_rank
-from counterpoint.analysis.recoverable import OTHER_PLAN, find_recoverable
+from counterpoint.analysis.recoverable import find_recoverable
 from counterpoint.analysis.values import Recoverable
 from counterpoint.errors import AnalysisError
 from counterpoint.job import load_job
 from counterpoint.planner.search import tune
 from counterpoint.sim import Simulator
 from counterpoint.traces.formats import read_activity
-from helpers.command import TRACES, counterpoint
+from helpers.command import TRACES, counterpoint, refusal
 from helpers.trace_builder import MATMUL, TraceBuilder
 
 FITS_BESIDE = {"grid": [132, 1, 1], "block": [128, 1, 1], "registers per thread": 64}
@@ -83,10 +84,14 @@ def test_the_command_that_runs_the_plan_names_the_trace_where_run_refuses_the_pl
     assert f"counterpoint run --plan plan.toml {step}-- torchrun train.py" in lines
 
 
-def test_a_plan_without_the_waits_that_other_ranks_show_may_not_be_the_one_that_tune_finds() -> None:
+def test_the_command_that_finds_the_plan_names_the_traces_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, together = ([line for each in recovered(DDP[1], *files) for line in each.apply] for files in (DDP[1:], DDP))
-    assert OTHER_PLAN in together
-    assert OTHER_PLAN not in alone
+    assert f"counterpoint tune {DDP[1]} -o plan.toml" in alone
+    assert f"counterpoint tune {DDP[0]} {DDP[1]} -o plan.toml" in together
+    monkeypatch.setattr(recoverable, "MOST_NAMED", 1)
+    shortened = [line for each in recovered(DDP[1], *DDP) for line in each.apply]
+    assert recoverable.OTHER_PLAN in shortened
+    assert recoverable.OTHER_PLAN not in (*alone, *together)
 
 
 def test_waits_that_other_ranks_show_are_not_recovered() -> None:
@@ -117,9 +122,40 @@ def test_what_can_be_recovered_is_that_of_the_rank_that_sets_the_pace_in_any_ord
     for found, other in zip(first["recoverable"], last["recoverable"], strict=True):
         assert (found["what"], found["apply"]) == (other["what"], other["apply"])
         assert found["recovers_us"] == pytest.approx(other["recovers_us"], rel=1e-3)
-        assert str(files[0]) not in " ".join(found["apply"])
+        assert not any(str(files[0]) in line for line in found["apply"] if "counterpoint tune" not in line)
     transfers_us = 6 * (995 - 603)
     assert first["recoverable"][0]["recovers_us"] < transfers_us
+
+
+def test_tune_plans_the_rank_that_sets_the_pace_with_the_waits_that_other_ranks_show(tmp_path: Path) -> None:
+    files = uneven_job(tmp_path)
+    analyzed = json.loads(counterpoint("analyze", *files, "--json").stdout)["recoverable"]
+    planned, other = (json.loads(counterpoint("tune", *order, "--json").stdout) for order in (files, files[::-1]))
+    assert (planned["plan"]["directives"], planned["step"]) == (other["plan"]["directives"], other["step"])
+    assert any(f"{files[1]} is planned, whose rank waits least" in note for note in planned["notes"])
+    times_us = {row["name"]: row["makespan_us"] for row in planned["step"]}
+    best = max(each["recovers_us"] for each in analyzed if any("counterpoint tune" in line for line in each["apply"]))
+    assert times_us["as replayed"] - times_us["with the plan"] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("second", ["cb_ar_opt1", "train:make_step", "step.toml"])
+def test_of_several_arguments_of_tune_all_are_traces(tmp_path: Path, second: str) -> None:
+    trace = uneven_job(tmp_path)[0]
+    said = refusal("tune", trace, second)
+    assert said == f"'{second}' is no trace. Give traces of the ranks of one job, or one STEP."
+
+
+def test_traces_that_are_not_of_the_ranks_of_one_job_are_refused(tmp_path: Path) -> None:
+    said = refusal("tune", DDP[0], TRACES / "fsdp2.rank0.json.gz")
+    assert "are both of rank 0, so the second is left out. Give each rank once." in said
+    builder = TraceBuilder(world_size=2, rank=1)
+    for number in range(3):
+        builder.step(10_000.0 * number, 10_000.0 * number + 9_000)
+        for place in range(9):
+            group = {"Group size": 2, "Process Group Ranks": "[0, 1]", "Collective name": "reduce_scatter"}
+            builder.collective(10_000.0 * number + 50 + 900 * place, 100, elements=1 << 20, args=group)
+    said = refusal("tune", uneven_job(tmp_path)[0], builder.write(tmp_path, "stranger.json"))
+    assert said.endswith("so they are not of one job. Give the traces of one job.")
 
 
 def test_waits_are_those_of_the_ranks_own_groups_and_numbers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint import workers
-from counterpoint.cli.analyze import _each_rank
+from counterpoint.cli.ranks_of_job import _each_rank
 from helpers.command import TRACES, counterpoint, refusal
 from helpers.inspector_builder import record, write_log
 

@@ -65,7 +65,7 @@ def test_a_function_cannot_be_simulated_and_the_line_says_what_can() -> None:
 
 def test_a_timeline_of_a_function_is_refused_rather_than_not_written() -> None:
     message = refusal("tune", "train:make_step", "--timeline", "lanes.json")
-    assert message == "--timeline writes what was simulated, and 'train:make_step' is measured. Leave --timeline out."
+    assert message == "--timeline is for what is simulated, and 'train:make_step' is measured. Leave it out."
 
 
 @pytest.mark.parametrize("command", ["tune", "simulate"])

@@ -4,6 +4,7 @@ traces without their synchronization events.
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,11 @@ def test_times_decide_where_launches_are_lost(tmp_path: Path) -> None:
     assert find_dependencies(read_activity(trace.write(tmp_path))).are_from_times
 
 
+@cache
+def stated_in(path: Path) -> ActivityTrace:
+    return read_activity(path)
+
+
 def without_sync_events(path: Path, folder: Path, *, are_plain: bool = False) -> Path:
     document = json.loads(gzip.decompress(path.read_bytes()))
     document["traceEvents"] = [each for each in document["traceEvents"] if each.get("cat") != "cuda_sync"]
@@ -147,8 +153,7 @@ def awaited(trace: ActivityTrace, dependencies: Dependencies) -> list[dict[int, 
 def test_a_trace_without_synchronization_events_has_the_dependencies_that_they_state(
     tmp_path: Path, path: Path, most_missed: int, are_plain: bool
 ) -> None:
-    stripped = without_sync_events(path, tmp_path, are_plain=are_plain)
-    stated, inferred = read_activity(path), read_activity(stripped)
+    stated, inferred = stated_in(path), read_activity(without_sync_events(path, tmp_path, are_plain=are_plain))
     wanted, found = find_dependencies(stated), find_dependencies(inferred)
     assert not found.are_from_times
     streams = [each.arguments.stream for each in stated.operations]

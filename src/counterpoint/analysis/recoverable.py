@@ -26,7 +26,8 @@ from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Collective, Operation, Step
 
-OTHER_PLAN = "# tune reads this rank alone and does not know how long it waited for others, so its plan may differ"
+MOST_NAMED = 8  # traces in a command
+OTHER_PLAN = "# name all ranks' traces: from this one alone, tune does not know how long the rank waited for others"
 OTHER_RULES = "# tune reads no file of --rules, so its plan may differ"
 # The causes of exposed time that each control acts upon.
 ACTS_ON: Final[dict[str, tuple[Cause, ...]]] = {
@@ -55,16 +56,18 @@ def find_recoverable(
     machine = () if machine_name is None else ("--machine", machine_name)
     traced = None if job.traced is None else job.traced.timeline
     if job.traced is not None:
-        known = _without_waits(job.traced.step, analysis, source)
+        known = without_waits(job.traced.step, analysis, source)
         job = replace(job, step=with_waits(known, job.traced.timeline, job.machine))
     tuning = tune(job.step, job.machine, Simulator(), traced=traced)
     replay = None if traced is None else compare_replay(traced, tuning.baseline)
     if replay is not None and (why := replay.why_unusable()):
         raise AnalysisError(f"{why}.")
     step = ("--step", source) if needs_step(tuning.plan) else ()
-    save = shlex.join(("counterpoint", "tune", source, *machine, "-o", PLAN_FILE))
+    paths = [each.path for each in analysis.ranks] if analysis.skews else [source]
+    named = paths if len(paths) <= MOST_NAMED else [source]
+    save = shlex.join(("counterpoint", "tune", *named, *machine, "-o", PLAN_FILE))
     run = shlex.join(("counterpoint", "run", "--plan", PLAN_FILE, *step, "--", "torchrun", "train.py"))
-    remarks = (*((OTHER_PLAN,) if analysis.skews else ()), *((OTHER_RULES,) if has_own_rules else ()))
+    remarks = (*((OTHER_PLAN,) if named != paths else ()), *((OTHER_RULES,) if has_own_rules else ()))
     commands = (*remarks, save, run) if applied_in_job(tuning.plan, job.step) else ()
     baseline_us = measure(tuning.baseline).makespan_us
     lone_us = Simulator().lone_times_us(job.step, job.machine)
@@ -86,7 +89,7 @@ def find_recoverable(
     return tuple(sorted(found, key=lambda each: -each.recovers_us))
 
 
-def _without_waits(step: Step, analysis: Analysis, source: str) -> Step:
+def without_waits(step: Step, analysis: Analysis, source: str) -> Step:
     """Return the step without waits that other ranks' traces show: no control shortens the wait for a rank that comes later.
 
     The step is of the rank that was read from `source`; its collectives are found again by kind and traced time.

@@ -1,30 +1,23 @@
 """The command `analyze`: reads traces, and gives a report, a page, a file for programs, or the verdict of a gate."""
 
-import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
-import msgspec
 from msgspec.structs import replace
 
 from counterpoint.cli.options import Command, argument, file_option, json_option, machine_option, output_option
-from counterpoint.errors import AnalysisError, CounterpointError, shown, shown_path
-from counterpoint.units import format_count
+from counterpoint.errors import AnalysisError, CounterpointError, shown
 from counterpoint.value import check_outputs, save_text, write_json
 
 if TYPE_CHECKING:
     from counterpoint.analysis.gate import Condition
-    from counterpoint.analysis.values import Analysis, RankAnalysis
+    from counterpoint.analysis.values import Analysis
     from counterpoint.traces import TracedStep
 
 FAILED = 1
-UNNAMED = -1  # the rank is unknown
-LEAST_WAIT = 0.01  # of a rank's steps: a smaller difference of waits changes what can be recovered by no more than that
-RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 
 
 class Outputs(NamedTuple):
@@ -135,125 +128,18 @@ def analyze(
 
 
 def _analyze(traces: Sequence[str], machine: str | None, rules: Path | None, *, simulates: bool) -> "Analysis":
-    """Analyze all ranks together, and find what could be recovered of the step of the rank that waits least for others: it
-    sets the pace, and what others wait for it cannot be recovered on them.
+    """Analyze all ranks together, and find what could be recovered of the step of the rank that sets the pace: what others
+    wait for it cannot be recovered on them.
     """
-    from counterpoint.analysis.combine import combine  # noqa: PLC0415
-    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
+    from counterpoint.cli.ranks_of_job import read_ranks  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
 
-    _check_sources(traces)
-    ranks: list[RankAnalysis] = []
-    step: TracedStep | None = None
     with ProgressLine() as show:
-        for rank, traced in _each_rank(traces, rules, reading(show, traces[0]), simulates=simulates):
-            step = step if ranks else traced
-            ranks.append(rank)
-            show(f"read {len(ranks)} of {format_count(len(traces), 'trace')}")
-        found = combine(_numbered(ranks))
+        found, step, source = read_ranks(traces, rules, show, simulates=simulates)
         if step is None:
             return found
-        source = _setting_the_pace(found, traces[0])
-        if source != traces[0]:
-            show(f"reading {shown_path(source)} again, whose rank waits least for others")
-            _, step = _analyze_file(source, _num_ranks(traces), True)
-            assert step is not None, "an Inspector log has no waits"
         show("simulating what can be recovered")
         return _with_recoverable(found, step, source, machine, has_own_rules=rules is not None)
-
-
-def _setting_the_pace(found: "Analysis", first: str) -> str:
-    """Return the trace of the rank that waits least for others: the first trace, unless another's waits are shorter by more
-    than a small part of its steps.
-    """
-    waited = {each.rank: each.waited_us for each in found.waits}
-    by_rank = {rank.rank: rank for rank in found.ranks if rank.rank in waited}
-    least = min(by_rank, key=lambda rank: waited[rank], default=None)
-    own = next((number for number, rank in by_rank.items() if rank.path == first), None)
-    if least is None or own is None:
-        return first
-    traced_us = sum(step.makespan_us for step in by_rank[own].steps)
-    return by_rank[least].path if waited[own] - waited[least] > LEAST_WAIT * traced_us else first
-
-
-def _each_rank(
-    traces: Sequence[str], rules: Path | None, on_progress: Callable[[int, int], None], *, simulates: bool
-) -> "Iterator[tuple[RankAnalysis, TracedStep | None]]":
-    """Yield the analysis of each file, computed in parallel on all cores; the first has its step if `simulates` is set.
-
-    `on_progress` is called with how much of the file is read, if there is only one.
-    """
-    from counterpoint.analysis.values import RankAnalysis  # noqa: PLC0415
-    from counterpoint.traces.classify import use_rules  # noqa: PLC0415
-    from counterpoint.workers import num_cores, worker_processes  # noqa: PLC0415  multiprocessing takes a fifth of --help
-
-    plans = [simulates and place == 0 for place in range(len(traces))]
-    num_ranks = [_num_ranks(traces)] * len(traces)
-    num_workers = min(len(traces), num_cores())
-    if num_workers == 1:
-        yield from (_analyze_file(*each, on_progress) for each in zip(traces, num_ranks, plans, strict=True))
-        return
-    with worker_processes(num_workers, AnalysisError, "name fewer traces at once", use_rules, rules) as pool:
-        for packed, step in pool.map(_packed_analysis, traces, num_ranks, plans):
-            yield msgspec.msgpack.decode(packed, type=RankAnalysis), step
-
-
-def _num_ranks(traces: Sequence[str]) -> int:
-    """Return how many ranks a job has as far as the files' number and names show it."""
-    return max(len(traces), *(1 + (_rank_in_name(path) or 0) for path in traces))
-
-
-def _rank_in_name(path: str) -> int | None:
-    found = RANK_IN_NAME.search(os.path.basename(path))
-    return int(found[1]) if found else None
-
-
-def _packed_analysis(path: str, num_ranks: int, is_planned: bool) -> "tuple[bytes, TracedStep | None]":
-    """Return an analysis as MessagePack, because pickling its values takes ten times as long."""
-    rank, step = _analyze_file(path, num_ranks, is_planned)
-    return msgspec.msgpack.encode(rank), step
-
-
-def _analyze_file(
-    path: str, num_ranks: int, is_planned: bool, on_progress: Callable[[int, int], None] | None = None
-) -> "tuple[RankAnalysis, TracedStep | None]":
-    """Analyze a file; several files have a process each, which returns the analysis and not the trace's contents.
-
-    A trace that states no number of ranks, as Nsight's and torch 2.0's do not, is taken to be of `num_ranks`.
-    """
-    from counterpoint.analysis.inspector import is_inspector, read_inspector  # noqa: PLC0415
-    from counterpoint.analysis.rank import analyze_rank, analyze_rank_and_step  # noqa: PLC0415
-    from counterpoint.traces.formats import read_activity  # noqa: PLC0415
-    from counterpoint.traces.traced_step import in_one_line  # noqa: PLC0415
-
-    if is_inspector(Path(path)):
-        return read_inspector(Path(path)), None
-    with in_one_line(Path(path)):
-        trace = read_activity(Path(path), on_progress)
-        sized = trace if trace.world_size or num_ranks == 1 else replace(trace, world_size=num_ranks)
-        rank, step = analyze_rank_and_step(sized) if is_planned else (analyze_rank(sized), None)
-    rank = replace(rank, world_size=trace.world_size)
-    if trace.rank is None:
-        named = _rank_in_name(path)
-        rank = replace(rank, rank=UNNAMED if named is None else named)
-    return rank, step
-
-
-def _check_sources(traces: Sequence[str]) -> None:
-    for path in traces:
-        if os.path.isdir(path):
-            raise AnalysisError(f"'{shown_path(path)}' is a folder. Name the traces in it, such as {path}/*.json.gz.")
-        if not os.path.exists(path):
-            raise AnalysisError(f"'{shown_path(path)}' does not exist. Name traces, such as traces/*.json.gz.")
-    twice = next((path for path in traces if traces.count(path) > 1), None)
-    if twice is not None:
-        raise AnalysisError(f"'{shown_path(twice)}' is named twice. Name each trace once.")
-
-
-def _numbered(ranks: "Sequence[RankAnalysis]") -> "list[RankAnalysis]":
-    """Number the ranks that neither a trace nor its name states: the lowest free numbers, in the order of the files."""
-    taken = {each.rank for each in ranks}
-    free = (number for number in range(2 * len(ranks)) if number not in taken)
-    return [replace(each, rank=next(free)) if each.rank == UNNAMED else each for each in ranks]
 
 
 def _with_recoverable(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from counterpoint.timeline import Timeline
 
 STEP = "A profiler trace (.json, .json.gz, .sqlite), a workload file (.toml) or the name of a workload"
-SEVERAL = "Give one; `counterpoint analyze` takes the traces of several ranks."
+SEVERAL = "Give one; `counterpoint tune` and `counterpoint analyze` take the traces of several ranks."
 
 machine_of_step_option = machine_option(
     "A machine's name or file (.toml).  [default: the machine of STEP; h200 for a workload]"
@@ -56,54 +56,69 @@ timeline_option = file_option(
 @click.command(
     cls=Command,
     examples=(
-        "counterpoint tune trace.json.gz -o plan.toml",
+        "counterpoint tune traces/*.json.gz -o plan.toml",
         "counterpoint tune cb_ar_opt2 --machine h100",
         "torchrun --nproc-per-node 2 -m counterpoint tune train:make_step",
     ),
-    if_more=SEVERAL,
 )
-@argument("step", metavar="STEP", shell_complete=complete_shipped("workloads"), help=f"{STEP}; or module:function.")
+@argument(
+    "steps",
+    metavar="STEP...",
+    nargs=-1,
+    required=True,
+    type=click.Path(),
+    shell_complete=complete_shipped("workloads"),
+    help=f"{STEP}; or module:function. Several traces are of the ranks of one job.",
+)
 @machine_of_step_option
 @output_option("Save the plan (.toml).")
 @calibration_option
 @timeline_option
 @json_option
 def tune(
-    step: str, *, machine: str | None, output: Path | None, calibration: Path | None, timeline: Path | None, is_json: bool
+    steps: tuple[str, ...],
+    *,
+    machine: str | None,
+    output: Path | None,
+    calibration: Path | None,
+    timeline: Path | None,
+    is_json: bool,
 ) -> None:
     """Find the plan that hides the most communication of a step, or say that none pays.
 
-    A trace or a workload is simulated, and no GPU is used. module:function is called once and must return a step function.
-    This function is captured and measured on the GPUs of this machine; torchrun starts it on several.
+    A trace or a workload is simulated, and no GPU is used. Of the traces of several ranks, that of the rank that waits least
+    for the others is simulated. module:function is called once and must return a step function. This function is captured
+    and measured on the GPUs of this machine; torchrun starts it on several.
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help
-    from counterpoint.job import load_job, names_function  # noqa: PLC0415
+    from counterpoint.cli.ranks_of_job import job_of_steps  # noqa: PLC0415
+    from counterpoint.job import names_function  # noqa: PLC0415
     from counterpoint.plan import PLAN, save_plan  # noqa: PLC0415
     from counterpoint.report.summary import summarize_tuning  # noqa: PLC0415
-    from counterpoint.report.text import ProgressLine, reading  # noqa: PLC0415
+    from counterpoint.report.text import ProgressLine  # noqa: PLC0415
     from counterpoint.report.timeline_picture import TIMELINE  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
 
-    check_outputs(((output, PLAN), (timeline, TIMELINE)), inputs=(step, machine, calibration))
-    if names_function(step):
-        if timeline is not None:
-            raise CounterpointError(f"--timeline writes what was simulated, and '{step}' is measured. Leave --timeline out.")
-        if calibration is not None:
-            raise CounterpointError(f"--calibration is for what is simulated, and '{step}' is measured. Leave it out.")
+    check_outputs(((output, PLAN), (timeline, TIMELINE)), inputs=(*steps, machine, calibration))
+    step, *others = steps
+    if not others and names_function(step):
+        for option, given in (("--timeline", timeline), ("--calibration", calibration)):
+            if given is not None:
+                raise CounterpointError(f"{option} is for what is simulated, and '{step}' is measured. Leave it out.")
         from counterpoint.cuda.ranks import run_and_leave  # noqa: PLC0415
 
         run_and_leave(lambda: _tune_function(step, machine, output, is_json))
     count = itertools.count(1)
     with ProgressLine(is_shown=not is_json) as show:
-        job = load_job(step, machine, reading(show, step)).to_simulate(calibration)
+        job, step = job_of_steps(steps, machine, show)
 
         def on_trial(trial: "Trial") -> None:
             show(f"simulated {format_count(next(count), 'candidate')}; now: {trial.label[:60]}")
 
-        tuning = planner.tune(
-            job.step, job.machine, Simulator(), on_trial, traced=None if job.traced is None else job.traced.timeline
-        )
+        job = job.to_simulate(calibration)
+        traced = None if job.traced is None else job.traced.timeline
+        tuning = planner.tune(job.step, job.machine, Simulator(), on_trial, traced=traced)
     if output is not None:
         save_plan(tuning.plan, output)
     timelines = {"before": tuning.baseline, "after": tuning.planned}
@@ -111,7 +126,7 @@ def tune(
     shown = [*timelines.items()] if tuning.plan.directives else [("as it is", tuning.baseline)]
     origin = PlanOrigin(
         file=None if output is None else str(output),
-        finding=("counterpoint", "tune", step, *_option("--machine", machine), *_option("--calibration", calibration)),
+        finding=("counterpoint", "tune", *steps, *_option("--machine", machine), *_option("--calibration", calibration)),
         step=step,
         is_described=job.traced is None,
     )
@@ -208,7 +223,7 @@ def demo(context: click.Context) -> None:
     """
     trace = PACKAGE / "demo" / "fsdp2.rank0.json.gz"
     print(f"$ counterpoint tune {trace.name}\n", flush=True)
-    context.invoke(tune, step=str(trace))
+    context.invoke(tune, steps=(str(trace),))
     print(NEXT)
 
 
