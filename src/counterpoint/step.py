@@ -204,7 +204,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
     description, or its name if that says more; None if unknown. `ranks` are the group's ranks; empty if unknown. `parts`
     are the sizes of an all-to-all's parts, if the job states them; `has_unknown_parts` if its call gives sizes, but they
-    are not known. A step's fingerprint does not depend on these.
+    are not known. `begins_first`: in a trace it began before kernels that waited for the same operation. A step's
+    fingerprint does not depend on these.
     """
 
     name: str
@@ -216,6 +217,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     ranks: tuple[int, ...] = ()
     parts: UnevenParts | None = None
     has_unknown_parts: bool = False
+    begins_first: bool = False
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None
@@ -253,6 +255,11 @@ class Copy(Value, frozen=True, kw_only=True, tag_field="type", tag="copy"):
 
 
 Operation = Kernel | Collective | Copy
+
+
+def is_fill(operation: Operation) -> bool:
+    """Return whether an operation sets memory to one value."""
+    return isinstance(operation, Copy) and operation.direction == "set"
 
 
 class Step(Value, frozen=True, kw_only=True):

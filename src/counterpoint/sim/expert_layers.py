@@ -17,7 +17,7 @@ from counterpoint.schedule.expert_layout import num_parts_of
 from counterpoint.sim.calibration import Calibration
 from counterpoint.sim.costs import CostModel
 from counterpoint.sim.matmul_pairs import MatmulPair
-from counterpoint.step import Collective, Copy, Kernel, Operation, Step, UnevenParts
+from counterpoint.step import Collective, Copy, Kernel, Operation, Step, UnevenParts, is_fill
 from counterpoint.units import US_PER_S
 from counterpoint.value import Value
 
@@ -81,7 +81,7 @@ class ExpertLayers:
         """
         found: list[list[int]] = []
         for number in (number for layer in self.found for number in layer.matmuls):
-            if found and all(_is_fill(each) for each in self._operations[found[-1][-1] + 1 : number]):
+            if found and all(is_fill(each) for each in self._operations[found[-1][-1] + 1 : number]):
                 found[-1].append(number)
             else:
                 found.append([number])
@@ -230,10 +230,6 @@ class ExpertModel:
     def _follower(self, layer: ExpertLayer, matmuls: Sequence[int]) -> int | None:
         """Return the layer's next matmul after these, which needs their results."""
         return next((number for number in layer.matmuls if matmuls and number > matmuls[-1]), None)
-
-
-def _is_fill(operation: Operation) -> bool:
-    return isinstance(operation, Copy) and operation.direction == "set"
 
 
 def _is_reorder(operation: Operation) -> bool:

@@ -20,7 +20,7 @@ from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import Effect, Overlap
 from counterpoint.sim.engine import Launch
 from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork, Task
-from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step, is_fill
 from counterpoint.units import PS_PER_US, us_to_ps
 
 PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
@@ -90,7 +90,8 @@ class TaskGraph:
         if self._effects[index].has_own_stream and isinstance(operation, Collective):
             before = self._on_own_stream.get(operation.process_group)
             waits |= {} if before is None else {self._awaited[before]: self._gap_ps_after(before, operation)}
-        late_ps = self._launch_ps if index in self._racing else 0
+        began_first = isinstance(operation, Collective) and operation.begins_first
+        late_ps = self._launch_ps if index in self._racing and not began_first else 0
         waits = {task: delay_ps + late_ps for task, delay_ps in waits.items()}
         issued_ps = us_to_ps(max(0.0, (operation.issued_us or 0.0) - self._effects[index].issued_sooner_us))
         if operation.issued_after is not None:
@@ -293,8 +294,9 @@ def is_summed(collective: Collective, effect: Effect) -> bool:
 def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
     """Return the library's collectives on SMs that wait for the same operation as a kernel, or as the fill before one.
 
-    Such a kernel is placed first: a collective's launch, in clusters and with large arguments, takes longer. The first
-    operations of a captured graph start in its order, and those of a described step are assumed to run already.
+    Such a kernel is placed first, unless a trace shows otherwise (`traced_waits.py`): a collective's launch, in clusters and
+    with large arguments, takes longer. The first operations of a captured graph start in its order, and those of a described
+    step are assumed to run already.
     """
     last: dict[int, int] = {}
     awaited: list[set[int]] = []
@@ -303,7 +305,7 @@ def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
         last[operation.stream] = index
     of_kernels: set[int] = set()
     for operation, waits in zip(step.operations, awaited, strict=True):
-        if isinstance(operation, Kernel) or (isinstance(operation, Copy) and operation.direction == "set"):
+        if isinstance(operation, Kernel) or is_fill(operation):
             of_kernels |= waits
     if step.device_name is None or step.is_timed_in_bursts:
         of_kernels.discard(START)

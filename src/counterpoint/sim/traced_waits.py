@@ -6,6 +6,8 @@ simulated without controls, first with the waits that the reader of the trace su
 Then each wait is corrected by how much later its collective ended in the trace, counted from the end of what it had to
 follow. The waits with which the simulation comes nearest to the trace are kept.
 
+Who came first of a collective and a kernel behind a fill is chance, so the trace decides that, too.
+
 The shortest traced time of like collectives may still hold contention and waits. Their bytes say how long they take alone,
 unless the trace contradicts that: a collective was faster, or took so long that its links must be slower than described.
 """
@@ -23,7 +25,7 @@ from counterpoint.sim.costs import CostModel
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.simulator import Simulator
-from counterpoint.step import Collective, Step
+from counterpoint.step import Collective, Kernel, Step, is_fill
 from counterpoint.timeline import Timeline
 
 LONGEST_BY_BYTES = 2.0
@@ -42,6 +44,7 @@ def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
 
     `tune`, `simulate` and `analyze` simulate such steps. Raises as `Simulator.run` does.
     """
+    step = _with_races(step, traced)
     traced_us = _response_times_us(step, traced)
     whole = _whole(step, traced)
     found = {
@@ -61,6 +64,34 @@ def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
             wait_us = waits_us[number] + CORRECTED * (traced_us[number] - simulated_us[number])
             waits_us[number] = min(each.peer_wait_us, max(0.0, wait_us))
     return min(tried, key=lambda each: each[0])[1]
+
+
+def _with_races(step: Step, traced: Timeline) -> Step:
+    """Return the step with the collectives marked that began before all kernels that wait for the same operation, if all of
+    these have a fill before them. Such a kernel comes 4 to 6 us after that operation, so either may be first.
+    """
+    start_us = {each.operation: each.start_us for each in traced.intervals}
+    last: dict[int, int] = {}  # by stream
+    awaited: list[set[int]] = []
+    after_fill: dict[int, int] = {}  # by fill, the next operation of its stream
+    rivals: dict[int, list[int]] = {}  # by what they wait for, kernels and fills
+    for number, operation in enumerate(step.operations):
+        before = last.get(operation.stream)
+        awaited.append({each.operation for each in operation.waits_for} | ({before} if before is not None else set()))
+        if before is not None and is_fill(step.operations[before]):
+            after_fill[before] = number
+        last[operation.stream] = number
+        for each in awaited[-1] if isinstance(operation, Kernel) or is_fill(operation) else ():
+            rivals.setdefault(each, []).append(number)
+    operations = list(step.operations)
+    for number, collective in step.collectives().items():
+        racing = {rival for each in awaited[number] for rival in rivals.get(each, ())}
+        others = [rival for rival in racing if step.operations[rival].stream != collective.stream]
+        kernels = [after_fill.get(rival, rival) for rival in others if is_fill(step.operations[rival])]
+        is_first = all(start_us.get(number, math.inf) < start_us.get(kernel, math.inf) for kernel in kernels)
+        if kernels and len(kernels) == len(others) and is_first:
+            operations[number] = replace(collective, begins_first=True)
+    return replace(step, operations=tuple(operations))
 
 
 def _whole(step: Step, traced: Timeline) -> set[int]:
