@@ -80,8 +80,8 @@ def _job_of_ranks(traces: Sequence[str], machine_name: str | None, show: Callabl
     name = shown_path(source)
     if traced is None:
         raise StepError(f"'{name}' is a log of NCCL Inspector, which holds no step. Name a profiler trace first.")
-    if found.untrusted or len(found.ranks) < len(traces):
-        raise StepError(found.untrusted or " ".join(each for each in found.problems if "left out" in each))
+    if found.untrusted or found.left_out:
+        raise StepError(found.untrusted or found.left_out[0])
     said = f"Of {format_count(len(traces), 'trace')}, {name} is planned, whose rank waits least for the others."
     if not found.skews:
         said = f"Waits of the ranks for each other are unknown, so {name} is planned alone."
