@@ -64,12 +64,16 @@ def load_job(
     _check_text(source)
     if "://" in source:
         raise StepError(f"'{shown_path(source)}' is an address, but only files can be read. Download it, and name the file.")
-    is_workload = source.lower().endswith(".toml") or source.lower() in workload_names()
-    if not is_workload and is_trace(source):
+    if not names_workload(source) and is_trace(source):
         return job_of(read_trace(source, on_progress=on_progress), machine_name, instead)
-    if not is_workload:
+    if not names_workload(source):
         raise StepError(_why_no_job(source))
     return Job(step=load_workload(source), machine=load_machine(DEFAULT_MACHINE if machine_name is None else machine_name))
+
+
+def names_workload(source: str) -> bool:
+    """Return whether this is a workload file or the name of a shipped workload."""
+    return source.lower().endswith(".toml") or source.lower() in workload_names()
 
 
 def names_function(source: str) -> bool:

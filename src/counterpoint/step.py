@@ -336,6 +336,19 @@ class Step(Value, frozen=True, kw_only=True):
         return html_list(f"Step {self.name}", contents_of(self))
 
 
+def predecessors(step: Step, start: int | None = None) -> list[set[int]]:
+    """Return what each operation follows, by number: what it waits for, and the operation before it on its stream, or
+    `start`, if it is given, for the first one there.
+    """
+    last: dict[int, int] = {}
+    found: list[set[int]] = []
+    for number, operation in enumerate(step.operations):
+        before = last.get(operation.stream, start)
+        found.append({each.operation for each in operation.waits_for} | ({before} if before is not None else set()))
+        last[operation.stream] = number
+    return found
+
+
 def contents_of(step: Step) -> tuple[str, ...]:
     """Describe how many operations of each kind a step holds, and its number of ranks."""
     collectives = step.collectives().values()

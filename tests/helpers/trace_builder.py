@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,12 @@ def small_trace() -> TraceBuilder:
         trace.wait(begin + 30, stream=7, event=700 + end_record)
         trace.kernel(ELEMENTWISE, begin + 510 + number, 40, host=begin + 32)
     return trace
+
+
+def without(path: Path, folder: Path, is_left_out: Callable[[dict[str, Any]], bool]) -> Path:
+    """A trace without some of its events, written anew in a folder."""
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    document["traceEvents"] = [event for event in document["traceEvents"] if not is_left_out(event)]
+    written = folder / path.name.removesuffix(".gz")
+    written.write_text(json.dumps(document))
+    return written

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,25 @@ import pytest
 
 from counterpoint.step import Collective, Copy, Kernel, Step
 from counterpoint.traces import TracedStep, read_trace
+from helpers.trace_builder import without
 
 FOLDER = Path(__file__).parents[2] / "examples" / "traces"
 NAMES = ["ddp.rank0", "ddp.rank1", "fsdp2.rank0", "moe.rank0", "tp.rank0"]
 
 
+def shipped(name: str) -> Path:
+    return FOLDER / f"{name}.json.gz"
+
+
 @cache
 def traced(name: str) -> TracedStep:
-    return read_trace(FOLDER / f"{name}.json.gz")
+    return read_trace(shipped(name))
 
 
 @cache
 def raw_makespans(name: str) -> list[float]:
     """Makespans straight from the JSON: GPU operations grouped by the step in which their launch lies."""
-    events: list[dict[str, Any]] = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))["traceEvents"]
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(shipped(name).read_bytes()))["traceEvents"]
     windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and "Step#" in e["name"]]
     launches = {e["args"]["correlation"]: e["ts"] for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")}
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -204,29 +208,24 @@ def test_the_same_file_gives_the_same_step() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_annotations_the_same_steps_are_found_by_repetition(name: str, tmp_path: Path) -> None:
-    result = read_trace(without(name, tmp_path, lambda event: str(event["name"]).startswith("ProfilerStep#")))
+    result = read_trace(without(shipped(name), tmp_path, lambda event: str(event["name"]).startswith("ProfilerStep#")))
     assert result.step_makespans_us == pytest.approx(traced(name).step_makespans_us)
     assert result.step.fingerprint() == traced(name).step.fingerprint()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_synchronization_events_the_order_of_calls_reproduces_the_makespan(name: str, tmp_path: Path) -> None:
-    result = read_trace(without(name, tmp_path, lambda event: event.get("cat") == "cuda_sync"))
+    result = read_trace(without(shipped(name), tmp_path, lambda event: event.get("cat") == "cuda_sync"))
     assert replay_us(result) == pytest.approx(makespan_us(result), rel=0.03)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_without_any_wait_times_alone_still_reproduce_the_makespan(name: str, tmp_path: Path) -> None:
     result = read_trace(
-        without(name, tmp_path, lambda event: event.get("cat") == "cuda_sync" or "StreamWaitEvent" in event["name"])
+        without(
+            shipped(name),
+            tmp_path,
+            lambda event: event.get("cat") == "cuda_sync" or "StreamWaitEvent" in event["name"],
+        )
     )
     assert replay_us(result) == pytest.approx(makespan_us(result), rel=0.03)
-
-
-def without(name: str, folder: Path, is_left_out: Callable[[dict[str, Any]], bool]) -> Path:
-    """A shipped trace without some of its events, written anew."""
-    document = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
-    document["traceEvents"] = [event for event in document["traceEvents"] if not is_left_out(event)]
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(document))
-    return path

@@ -2,8 +2,6 @@
 traces without their synchronization events.
 """
 
-import gzip
-import json
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from counterpoint.traces import read_trace
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.traces.dependencies import Dependencies, find_dependencies
 from counterpoint.traces.formats import read_activity
-from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder
+from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, without
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "traces"
 DATA = Path(__file__).parents[1] / "data" / "traces"
@@ -111,12 +109,9 @@ def stated_in(path: Path) -> ActivityTrace:
 
 
 def without_sync_events(path: Path, folder: Path, *, are_plain: bool = False) -> Path:
-    document = json.loads(gzip.decompress(path.read_bytes()))
-    document["traceEvents"] = [each for each in document["traceEvents"] if each.get("cat") != "cuda_sync"]
-    for each in document["traceEvents"] if are_plain else ():
-        each["name"] = str(each.get("name")).replace("EventRecordWithFlags", "EventRecord")
-    stripped = folder / path.name
-    stripped.write_bytes(gzip.compress(json.dumps(document).encode(), 1))
+    stripped = without(path, folder, lambda event: event.get("cat") == "cuda_sync")
+    if are_plain:
+        stripped.write_text(stripped.read_text().replace("EventRecordWithFlags", "EventRecord"))
     return stripped
 
 

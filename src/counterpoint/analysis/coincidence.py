@@ -52,19 +52,23 @@ def do_coincide(
         apart_us, errors = distances(first, second, run), _errors(first, second, run)
         if abs(median(apart_us) - distance_us) > 2 * max(errors):
             return False
-        off = sorted(abs(each - distance_us) / error for each, error in zip(apart_us, errors, strict=True))
-        if usually_apart(off) <= USUALLY_FROM_OFFSET and off[9 * (len(off) - 1) // 10] <= MOST_FROM_OFFSET:
+        off = [abs(each - distance_us) / error for each, error in zip(apart_us, errors, strict=True)]
+        if usually_apart(off) <= USUALLY_FROM_OFFSET and _mostly_apart(off) <= MOST_FROM_OFFSET:
             return True
     if len(run) > SAMPLE and usually_apart(steps_apart(first, second, run[:SAMPLE])) > 2 * USUALLY_APART:
         return False  # most shifts are far off, so a sample is enough
-    apart = sorted(steps_apart(first, second, run))
-    most = apart[9 * (len(apart) - 1) // 10] if apart else 0.0
-    return most <= MOST_APART and (usually_apart(apart) <= USUALLY_APART or len(run) < LEAST_RUN)
+    apart = steps_apart(first, second, run)
+    return _mostly_apart(apart) <= MOST_APART and (usually_apart(apart) <= USUALLY_APART or len(run) < LEAST_RUN)
 
 
 def usually_apart(apart: Sequence[float]) -> float:
     """Return the median of the values; 0 if there are none."""
     return median_low(apart) if apart else 0.0
+
+
+def _mostly_apart(apart: Sequence[float]) -> float:
+    """Return the 90th percentile of the values; 0 if there are none."""
+    return sorted(apart)[9 * (len(apart) - 1) // 10] if apart else 0.0
 
 
 def trimmed(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> Pairs:

@@ -19,7 +19,7 @@ from counterpoint.job import Job
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
 from counterpoint.plan import PLAN_FILE, Directive, Plan
-from counterpoint.planner.job_changes import GROUPED, find_job_changes
+from counterpoint.planner.job_changes import find_job_changes
 from counterpoint.planner.search import Trial, Tuning, tune
 from counterpoint.sim import Simulator
 from counterpoint.sim.replay import compare_replay
@@ -160,8 +160,5 @@ def _lines_of(trial: Trial) -> Iterable[str]:
 
 def _by_changes(job: Job, plan: Plan) -> Iterator[Entry]:
     """Yield the gain of changes to the job itself, other than those that the plan's operators make."""
-    tags = (control.tag for each in plan.directives if each.match.collective == "all_to_all" for control in each.controls)
-    known = GROUPED.partition("{")[0] if "overlap_matmul" in tags else None
-    for change in find_job_changes(job.step, job.machine, Simulator()).helpful:
-        if known is None or not change.change.startswith(known):
-            yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, (), ()
+    for change in find_job_changes(job.step, job.machine, Simulator(), plan).helpful:
+        yield OF_CHANGES, change.change, change.baseline_us - change.changed_us, (), ()

@@ -70,11 +70,10 @@ def job_of_steps(steps: Sequence[str], machine_name: str | None, show: Callable[
 def _job_of_ranks(traces: Sequence[str], machine_name: str | None, show: Callable[[str], None]) -> "tuple[Job, str]":
     """See `job_of_steps`."""
     from counterpoint.analysis.recoverable import without_waits  # noqa: PLC0415
-    from counterpoint.job import job_of, names_function  # noqa: PLC0415
-    from counterpoint.workloads import workload_names  # noqa: PLC0415
+    from counterpoint.job import job_of, names_function, names_workload  # noqa: PLC0415
 
     for each in traces:
-        if names_function(each) or each.lower().endswith(".toml") or each.lower() in workload_names():
+        if names_function(each) or names_workload(each):
             raise StepError(f"'{shown_path(each)}' is no trace. Give traces of the ranks of one job, or one STEP.")
     found, traced, source = read_ranks(traces, None, show, simulates=True)
     name = shown_path(source)

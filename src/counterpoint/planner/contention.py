@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from counterpoint.controls import Control, OverlapMatmul, Transport
 from counterpoint.plan import LEAVE_IT, Plan
-from counterpoint.step import Collective, Copy, Kernel, Step
+from counterpoint.step import Collective, Kernel, Step, is_fill, predecessors
 from counterpoint.timeline import Interval, Timeline
 from counterpoint.value import Value
 
@@ -88,15 +88,10 @@ def find_rivals(step: Step) -> tuple[int, ...]:
     winner. The same holds for a kernel behind a fill that waits for it, as cuBLAS and cuDNN put before their kernels.
     """
     followers: dict[int, list[int]] = {}
-    last_of_stream: dict[int, int] = {}
     of_fills: dict[int, set[int]] = {}  # by fill, what it waits for
-    for index, operation in enumerate(step.operations):
-        earlier = {wait.operation for wait in operation.waits_for}
-        if operation.stream in last_of_stream:
-            earlier.add(last_of_stream[operation.stream])
-        last_of_stream[operation.stream] = index
-        earlier |= {number for fill in earlier for number in of_fills.get(fill, ())}
-        if isinstance(operation, Copy) and operation.direction == "set":
+    for index, awaited in enumerate(predecessors(step)):
+        earlier = awaited | {number for fill in awaited for number in of_fills.get(fill, ())}
+        if is_fill(step.operations[index]):
             of_fills[index] = earlier
         for number in earlier:
             followers.setdefault(number, []).append(index)

@@ -11,10 +11,11 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
+from counterpoint.controls import OverlapMatmul
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_SIMULATED_GAIN
 from counterpoint.metrics import measure
-from counterpoint.plan import LEAVE_IT
+from counterpoint.plan import LEAVE_IT, Plan
 from counterpoint.planner.movements import obstacle_to_moving
 from counterpoint.sim.expert_layers import ExpertLayers, issued_sooner_us
 from counterpoint.step import Collective, Dependency, Kernel, Operation, Step
@@ -58,12 +59,13 @@ class JobChanges(Value, frozen=True, kw_only=True):
     helpful: tuple[JobChange, ...] = ()
 
 
-def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor) -> JobChanges:
-    """Simulate each change that applies to `step` by itself; report at most `MOST_CHANGES` as helpful.
+def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor, plan: Plan = LEAVE_IT) -> JobChanges:
+    """Simulate each change that applies to `step` by itself, other than what operators of the plan do; report at most
+    `MOST_CHANGES` as helpful.
 
     A helpful change saves at least `LEAST_SIMULATED_GAIN` of the makespan.
     """
-    changed = list(_changed_steps(step))
+    changed = list(_changed_steps(step, plan))
     if not changed:
         return JobChanges()
     baseline_us = measure(executor.run(step, machine, LEAVE_IT)).makespan_us
@@ -78,7 +80,7 @@ def find_job_changes(step: Step, machine: Machine, executor: AbstractExecutor) -
     return JobChanges(simulated=tuple(found), helpful=tuple(helpful[:MOST_CHANGES]))
 
 
-def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
+def _changed_steps(step: Step, plan: Plan = LEAVE_IT) -> Iterator[tuple[str, Step]]:
     """Yield each change in words with the changed step, only for changes that apply to the step."""
     kernels = Counter(operation.stream for operation in step.operations if isinstance(operation, Kernel))
     if not kernels:
@@ -94,7 +96,7 @@ def _changed_steps(step: Step) -> Iterator[tuple[str, Step]]:
         earlier = _prefetched(step, main, gathers)
         if earlier != step:
             yield PREFETCH, earlier
-    if runs := ExpertLayers(step).runs():
+    if not _overlaps_experts(plan, step) and (runs := ExpertLayers(step).runs()):
         yield GROUPED.format(max(map(len, runs))), _grouped(step, runs)
     if buckets := _buckets(step, main):
         yield LARGER_BUCKETS, _merged(step, buckets)
@@ -189,6 +191,12 @@ def _prepared_by(step: Step, main: int, gather: int, previous: int) -> list[int]
                 part.add(number)
                 left.append(number)
     return sorted(part)
+
+
+def _overlaps_experts(plan: Plan, step: Step) -> bool:
+    """Return whether the plan lets operators run expert layers, which multiply by grouped matmuls."""
+    controls = plan.controls_of(step)
+    return any(isinstance(each, OverlapMatmul) for layer in ExpertLayers(step).found for each in controls[layer.dispatch])
 
 
 def _grouped(step: Step, runs: Sequence[tuple[int, ...]]) -> Step:

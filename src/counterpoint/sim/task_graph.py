@@ -20,7 +20,7 @@ from counterpoint.sim.costs import LEAST_US, SUMMED_COLLECTIVES, CostModel
 from counterpoint.sim.effects import Effect, Overlap
 from counterpoint.sim.engine import Launch
 from counterpoint.sim.task import CopyTask, CopyWork, SmTask, SmWork, Task
-from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step, is_fill
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step, is_fill, predecessors
 from counterpoint.units import PS_PER_US, us_to_ps
 
 PLACED_COLLECTIVES = ("all_gather", "all_to_all")  # a rank keeps a part of its own, which has another place
@@ -298,11 +298,7 @@ def racing_collectives(step: Step, effects: Sequence[Effect]) -> frozenset[int]:
     with large arguments, takes longer. The first operations of a captured graph start in its order, and those of a described
     step are assumed to run already.
     """
-    last: dict[int, int] = {}
-    awaited: list[set[int]] = []
-    for index, operation in enumerate(step.operations):
-        awaited.append({wait.operation for wait in operation.waits_for} | {last.get(operation.stream, START)})
-        last[operation.stream] = index
+    awaited = predecessors(step, START)
     of_kernels: set[int] = set()
     for operation, waits in zip(step.operations, awaited, strict=True):
         if isinstance(operation, Kernel) or is_fill(operation):

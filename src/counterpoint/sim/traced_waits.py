@@ -25,7 +25,7 @@ from counterpoint.sim.costs import CostModel
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.simulator import Simulator
-from counterpoint.step import Collective, Kernel, Step, is_fill
+from counterpoint.step import Collective, Kernel, Step, is_fill, predecessors
 from counterpoint.timeline import Timeline
 
 LONGEST_BY_BYTES = 2.0
@@ -71,18 +71,15 @@ def _with_races(step: Step, traced: Timeline) -> Step:
     these have a fill before them. Such a kernel comes 4 to 6 us after that operation, so either may be first.
     """
     start_us = {each.operation: each.start_us for each in traced.intervals}
-    last: dict[int, int] = {}  # by stream
-    awaited: list[set[int]] = []
+    awaited = predecessors(step)
     after_fill: dict[int, int] = {}  # by fill, the next operation of its stream
     rivals: dict[int, list[int]] = {}  # by what they wait for, kernels and fills
     for number, operation in enumerate(step.operations):
-        before = last.get(operation.stream)
-        awaited.append({each.operation for each in operation.waits_for} | ({before} if before is not None else set()))
-        if before is not None and is_fill(step.operations[before]):
-            after_fill[before] = number
-        last[operation.stream] = number
-        for each in awaited[-1] if isinstance(operation, Kernel) or is_fill(operation) else ():
-            rivals.setdefault(each, []).append(number)
+        for each in awaited[number]:
+            if is_fill(step.operations[each]) and step.operations[each].stream == operation.stream:
+                after_fill.setdefault(each, number)
+            if isinstance(operation, Kernel) or is_fill(operation):
+                rivals.setdefault(each, []).append(number)
     operations = list(step.operations)
     for number, collective in step.collectives().items():
         racing = {rival for each in awaited[number] for rival in rivals.get(each, ())}
@@ -131,11 +128,8 @@ def _response_times_us(step: Step, timeline: Timeline) -> dict[int, float]:
     simulation all ranks are alike, so it starts later and waits less, and ends at the same time.
     """
     ran = {each.operation: each for each in timeline.intervals}
-    last_on: dict[int, int] = {}
     found: dict[int, float] = {}
-    for number, operation in enumerate(step.operations):
-        before = {*(each.operation for each in operation.waits_for), last_on.get(operation.stream, number)} - {number}
-        last_on[operation.stream] = number
+    for number, before in enumerate(predecessors(step)):
         if number in ran:
             ends_us = [ran[each].end_us for each in before if each in ran]
             found[number] = ran[number].end_us - min(ran[number].start_us, max(ends_us, default=math.inf))

@@ -19,6 +19,7 @@ from counterpoint.step import DependencyOrigin
 from counterpoint.traces.host_order import FARTHEST_LOOK, HostOrder
 
 Pair = tuple[int, int, DependencyOrigin]  # an operation that waits, and one of another stream for which it waits
+RECORDS = ("plain record", "record")
 MOST_UNLAUNCHED = 0.02  # as a share of the operations; chosen: the calls around a missing launch say something else
 
 
@@ -62,7 +63,7 @@ def _pairs_of_row(
 ) -> Iterator[Pair]:
     first, *others = targets
     sources = [each for stream, each in reversed(before.items()) if stream != host.streams[first]][: len(row)]
-    if not sources and not (others and _follows_record(host, row[0])):
+    if not sources and not (others and _kind_at(host, row[0], -1) in RECORDS):
         sources = _latest_ended(host, row[0], first)
     for source in sources:
         yield first, source, "inferred"
@@ -87,11 +88,6 @@ def _last_launched(host: HostOrder, position: int, streams: set[int]) -> int | N
     return next((operation for operation in launched if host.streams[operation] in streams), None)
 
 
-def _follows_record(host: HostOrder, position: int) -> bool:
-    before = host.neighbor(position, -1)
-    return before is not None and host.calls[before].kind == "record"
-
-
 def _is_wait(host: HostOrder, position: int) -> bool:
     """Return whether a call is a wait, other than NCCL's between a record of its own and a collective's launch.
 
@@ -102,11 +98,11 @@ def _is_wait(host: HostOrder, position: int) -> bool:
         return False
     kinds = [_kind_at(host, position, distance) for distance in (-3, -2, -1, 1)]
     before_both, launched_before, record, after = kinds
-    if record not in ("plain record", "record"):
+    if record not in RECORDS:
         return True
     if host.flags_tell_records_apart:
         return record == "record" or "collective" not in (launched_before, after)
-    is_leading = after == "collective" and launched_before == "wait" and before_both in ("plain record", "record")
+    is_leading = after == "collective" and launched_before == "wait" and before_both in RECORDS
     is_trailing = launched_before == "collective" and after == "plain record"
     return not (is_leading or is_trailing)
 

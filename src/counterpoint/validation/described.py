@@ -9,7 +9,7 @@ import re
 from msgspec.structs import replace
 
 from counterpoint.errors import WorkloadError, shown
-from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Footprint, Kernel, Operation, Step, is_fill
 from counterpoint.validation.cases import (
     Attention,
     Case,
@@ -52,9 +52,7 @@ def places_of(case: Case, step: Step) -> tuple[int, ...]:
 
     Raises `WorkloadError` if the step holds other operations.
     """
-    places = [
-        number for number, each in enumerate(step.operations) if not (isinstance(each, Copy) and each.direction == "set")
-    ]
+    places = [number for number, each in enumerate(step.operations) if not is_fill(each)]
     wanted = [_kind(entry) for entry in case.entries]
     if wanted != [type(step.operations[place]) for place in places]:
         names = ", ".join(each.name[:40] for each in step.operations)
