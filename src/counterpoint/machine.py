@@ -44,6 +44,7 @@ TEMPLATE_HEAD = """\
 """
 DEFAULT_MACHINE = "h200"
 MACHINE = toml_output("machine")
+MEMORY_TOLERANCE = 0.05  # of a GPU's memory, as a driver reports it, to a machine file's
 MAX_NAME = 200  # most letters of a name or a title
 # How a vendor names its compute capabilities: a regular expression, and an example
 CAPABILITIES = MappingProxyType({"nvidia": (r"[0-9]{1,2}\.[0-9]{1,2}", "9.0"), "amd": (r"gfx[0-9a-f]{3,5}", "gfx942")})
@@ -344,3 +345,18 @@ def machine_for_device(device_name: str) -> Machine | None:
         if device_name in machine.device_names:
             return machine
     return None
+
+
+def machine_of_limits(num_sms: int, warp_size: int, memory_bytes: int) -> Machine | None:
+    """Return the only shipped machine whose GPU has so many SMs, such warps and, to 5 %, such a memory, or None.
+
+    Some ROCm releases give a GPU no name, but always its limits.
+    """
+    machines = [load_machine(name) for name in machine_names()]
+    alike = [
+        machine
+        for machine in machines
+        if (machine.gpu.num_sms, machine.gpu.warp_size) == (num_sms, warp_size)
+        and abs(machine.gpu.hbm_bytes - memory_bytes) <= MEMORY_TOLERANCE * machine.gpu.hbm_bytes
+    ]
+    return alike[0] if len(alike) == 1 else None

@@ -25,7 +25,7 @@ from counterpoint.errors import CounterpointError
 from counterpoint.spans import Span
 from counterpoint.traces.activity import ActivityTrace
 from counterpoint.traces.operations import notes_on_collectives
-from counterpoint.traces.steady import overlaps_on_streams
+from counterpoint.traces.steady import are_rare, note_on_rare, overlaps_on_streams
 from counterpoint.traces.traced_step import TracedStep, traced_step_of
 from counterpoint.units import format_count
 from counterpoint.value import cyclic_gc_paused
@@ -71,7 +71,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
     detailed = _evenly_spaced(steady)
     shown = representative(steps, found_windows)
     lanes, names = draw_lanes(timed, roles, windows[shown.step])
-    untrusted = _untrusted(timed)
+    untrusted, contradictions = _trust(timed)
     return RankAnalysis(
         path=trace.path,
         rank=trace.rank or 0,
@@ -88,7 +88,13 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
         shown_step=shown.step,
         lanes=lanes,
         names=names,
-        notes=(*trace.notes, *found_windows.notes, *_notes(timed, roles), *_note_on_sample(steady, detailed)),
+        notes=(
+            *trace.notes,
+            *contradictions,
+            *found_windows.notes,
+            *_notes(timed, roles),
+            *_note_on_sample(steady, detailed),
+        ),
         problems=(*found_windows.problems, *_problems(timed), *filter(None, [untrusted])),
         untrusted=untrusted,
     )
@@ -140,16 +146,18 @@ def _notes(timed: TimedTrace, roles: tuple[Role, ...]) -> list[str]:
     return notes
 
 
-def _untrusted(timed: TimedTrace) -> str:
-    """Return why no figure of the trace can be trusted, or nothing."""
+def _trust(timed: TimedTrace) -> tuple[str, list[str]]:
+    """Return why no figure of the trace can be trusted, or nothing; and a note on contradictions too rare for that."""
     impossible, _ = overlaps_on_streams(timed.trace.operations)
     if not impossible:
-        return ""
+        return "", []
+    if are_rare(impossible, timed.trace.operations):
+        return "", [note_on_rare(impossible)]
     what = format_count(len(impossible), "operation overlaps its", "operations overlap their")
     return (
         f"{what} predecessor on a stream, which is impossible: times and causes are wrong. Record the trace again, of one "
         "process."
-    )
+    ), []
 
 
 def _problems(timed: TimedTrace) -> list[str]:

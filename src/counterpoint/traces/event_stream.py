@@ -64,6 +64,8 @@ class Device(msgspec.Struct):
     name: str | None = None
     computeMajor: int = 0  # noqa: N815 (the profiler's own spelling)
     numSms: int | None = None  # noqa: N815
+    warpSize: int | None = None  # noqa: N815
+    totalGlobalMem: int | None = None  # noqa: N815
 
 
 class Distributed(msgspec.Struct):

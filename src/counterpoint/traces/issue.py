@@ -3,15 +3,18 @@
 A host that runs far ahead of the GPU never delays it. Otherwise, the issue time of an operation is its launch call plus the
 launch latency, which is measured on operations that started on an idle stream. If the host had waited for the GPU before,
 it would issue the operation earlier on a faster GPU: such issue times count from the end of the operation that the host
-waited for. This module does not know what an operation does.
+waited for. If the whole GPU is idle although the next operation was launched long before, it waits for something that the
+trace does not hold: a kernel that the profiler lost, or another process. Such an operation is issued as long after the end
+of the last one as in the trace. This module does not know what an operation does.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from counterpoint.traces.activity import GpuOperation
+from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.value import Value
 
 LATE_LATENCY_US = 30.0
@@ -19,6 +22,10 @@ LATE_LATENCY_US = 30.0
 NEAR_SHARE = 0.05
 """The host counts as near if it leads by less than this share of the step: a plan that saves as much would meet it."""
 BACK_TO_BACK_US = 20.0
+UNSEEN_US = 100.0
+"""If the whole GPU is idle for longer before an operation that was launched long before, the trace lacks something."""
+FEW_SHARE = 0.1
+"""A stream tells the usual gap only if it has this share of the operations that the stream with the most of them has."""
 LAUNCH_BOUND_SHARE = 0.10
 
 
@@ -26,35 +33,38 @@ class IssueTimes(Value, frozen=True, kw_only=True):
     """Issue times from the step's first GPU start, the usual gap between operations, and the share the host was late.
 
     An issue time is None if it cannot delay the operation. If `issued_after` names an operation, it counts from that one's
-    end.
+    end. `unseen_us` is the idle time of the GPU before `num_unseen` operations that were launched long before.
     """
 
     issued_us: tuple[float | None, ...]
     issued_after: tuple[int | None, ...]
     launch_gap_us: float | None
     late_share: float
+    unseen_us: float = 0.0
+    num_unseen: int = 0
 
 
-def find_issue_times(
-    operations: list[GpuOperation], host_waits: Sequence[tuple[float, float]], begin_us: float
-) -> IssueTimes:
-    """Return issue times of a step's operations, given in issue order. `host_waits` are those of the whole trace, in order.
-
-    `begin_us` is when the step began on the GPU.
-    """
+def find_issue_times(operations: list[GpuOperation], trace: ActivityTrace, begin_us: float) -> IssueTimes:
+    """Return issue times of a step's operations, given in issue order. `begin_us` is when the step began on the GPU."""
     makespan_us = max(operation.end_us for operation in operations) - begin_us
     idle_starts = _idle_starts(operations)
     usual_us = median(_lead(operation) for operation in idle_starts) if idle_starts else 0.0
+    unseen = _unseen(operations, trace.operations)
     issued: list[float | None] = []
     after: list[int | None] = []
     for index, operation in enumerate(operations):
+        if index in unseen:
+            earlier, _ = unseen[index]
+            after.append(earlier)
+            issued.append(operation.start_us - operations[earlier].end_us)
+            continue
         after.append(None)
         lead_us = _lead(operation)
         if operation.launched_us is None or lead_us > NEAR_SHARE * makespan_us:
             issued.append(None)
             continue
         time_us = operation.launched_us + min(lead_us, usual_us if lead_us > LATE_LATENCY_US else lead_us) - begin_us
-        waited_for = _waited_for(operations, index, host_waits)
+        waited_for = _waited_for(operations, index, trace.host_waits)
         if waited_for is not None:
             after[index] = waited_for
             issued.append(max(0.0, time_us + begin_us - operations[waited_for].end_us))
@@ -65,7 +75,27 @@ def find_issue_times(
         issued_after=tuple(after),
         launch_gap_us=_launch_gap(operations),
         late_share=_late_us(operations) / makespan_us if makespan_us > 0 else 0.0,
+        unseen_us=sum(idle_us for _, idle_us in unseen.values()),
+        num_unseen=len(unseen),
     )
+
+
+def _unseen(operations: list[GpuOperation], everything: Sequence[GpuOperation]) -> dict[int, tuple[int, float]]:
+    """Return the operations before which the GPU was idle although they had been launched long before: each with the one
+    that ended last of those that were issued before it, and the idle time.
+    """
+    places = {id(operation): index for index, operation in enumerate(operations)}
+    found: dict[int, tuple[int, float]] = {}
+    busy_until_us = math.inf  # before the first operation nothing is missing
+    for operation in sorted(everything, key=lambda each: each.start_us):
+        index = places.get(id(operation), 0)
+        idle_us = operation.start_us - busy_until_us
+        if index and idle_us > UNSEEN_US and _lead(operation) > idle_us + LATE_LATENCY_US:
+            last = max(range(index), key=lambda earlier: operations[earlier].end_us)
+            if operations[last].end_us <= operation.start_us:
+                found[index] = last, idle_us
+        busy_until_us = operation.end_us if busy_until_us == math.inf else max(busy_until_us, operation.end_us)
+    return found
 
 
 def _waited_for(operations: list[GpuOperation], index: int, host_waits: Sequence[tuple[float, float]]) -> int | None:
@@ -117,13 +147,16 @@ def _late_us(operations: list[GpuOperation]) -> float:
 def _launch_gap(operations: list[GpuOperation]) -> float | None:
     """Return the usual gap between operations of the busiest stream that were launched before their predecessor ended.
 
-    It is the median if this stream is alone. Beside other streams it is the lower quartile: a gap is longer where an
-    operation of another stream takes the free SMs first.
+    A stream with few operations does not count, however long they take: gaps between a handful of long collectives are not
+    those between kernels. The gap is the median if the stream is alone. Beside other streams it is the
+    lower quartile: a gap is longer where an operation of another stream takes the free SMs first.
     """
     by_stream: dict[int, list[GpuOperation]] = {}
     for operation in operations:
         by_stream.setdefault(operation.stream, []).append(operation)
-    busiest = max(by_stream.values(), key=lambda line: sum(operation.duration_us for operation in line))
+    longest = max(len(line) for line in by_stream.values())
+    lines = [line for line in by_stream.values() if len(line) >= FEW_SHARE * longest]
+    busiest = max(lines, key=lambda line: sum(operation.duration_us for operation in line))
     busiest.sort(key=lambda operation: operation.start_us)
     gaps = [
         operation.start_us - previous.end_us

@@ -18,6 +18,7 @@ from msgspec.structs import force_setattr
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.files import REMEDY
+from counterpoint.machine import machine_of_limits
 from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import MAX_RANKS
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
@@ -229,7 +230,7 @@ class _Collected:
             call = calls.get(wait.correlation)
             if call is not None and wait.stream >= 0 and wait.device in (None, number):
                 calls[wait.correlation] = msgspec.structs.replace(call, kind="wait", sync=wait)
-        device = next((item for item in surroundings.deviceProperties if item.id == number), Device())
+        device = _device(surroundings.deviceProperties, number)
         distributed = surroundings.distributedInfo or Distributed()
         self._check_ranks(distributed.rank, distributed.world_size)
         trace = ActivityTrace(
@@ -238,7 +239,7 @@ class _Collected:
             host_calls=(),
             step_windows=tuple(sorted(self.windows)),
             num_devices=1 + len(self.operations),
-            device_name=device.name,
+            device_name=_name_of(device),
             num_sms=device.numSms if device.numSms and device.numSms > 0 else None,
             compute_major=device.computeMajor,
             rank=distributed.rank,
@@ -271,3 +272,22 @@ def launches_nothing(call: str) -> bool:
 
 def _decoders(kind: type[K]) -> tuple[msgspec.json.Decoder[K], msgspec.json.Decoder[list[K]]]:
     return msgspec.json.Decoder(kind), msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+
+
+def _device(devices: list[Device], number: int) -> Device:
+    """Return the GPU that the operations call `number`.
+
+    ROCm also counts the host's processors, so its numbers may not be listed. Then any GPU will do if all have one name.
+    """
+    listed = next((item for item in devices if item.id == number), None)
+    if listed is not None:
+        return listed
+    return devices[0] if len({item.name for item in devices}) == 1 else Device()
+
+
+def _name_of(device: Device) -> str | None:
+    """Return the GPU's name or, if the profiler left it empty, that of the only shipped GPU with the same limits."""
+    if device.name or not (device.numSms and device.warpSize and device.totalGlobalMem):
+        return device.name or None
+    machine = machine_of_limits(device.numSms, device.warpSize, device.totalGlobalMem)
+    return machine.device_names[0] if machine is not None and machine.device_names else None

@@ -20,6 +20,7 @@ from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.micro_batches import join_micro_batches
+from counterpoint.units import format_count, format_us
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
@@ -32,6 +33,7 @@ LEAST_AFTER = 0.03
 """If other computation after the repetitions takes more than this share of one of them, they are layers of one step."""
 MAX_PERIODS_TRIED = 64
 OVERLAP_TOLERANCE_US = 1.0
+RARE_SHARE = 0.001  # of the operations: if no more overlap impossibly, the rest of the trace can be trusted
 """A shorter overlap is none: the resolution of the profiler's clock is some tens of nanoseconds."""
 
 
@@ -232,9 +234,11 @@ def computation_stream(trace: ActivityTrace, indices: Iterable[int]) -> int:
 
 
 def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str, ...]:
-    """Return notes on operations of one stream that overlap. Raises `TraceError` where an overlap is impossible."""
+    """Return notes on operations of one stream that overlap. Raises `TraceError` where overlaps are impossible, unless they
+    are rare.
+    """
     impossible, early = overlaps_on_streams(operations)
-    if impossible:
+    if impossible and not are_rare(impossible, operations):
         previous, operation = impossible[0]
         raise TraceError(
             f"{path}: {len(impossible)} operations overlap their predecessor on a stream, first "
@@ -243,11 +247,31 @@ def check_streams(path: str, operations: tuple[GpuOperation, ...]) -> tuple[str,
             f"'{shown(previous.name)}' ends. "
             "Record the trace again, of one process."
         )
-    if not early:
-        return ()
-    unknown = sum(not operation.launch_call for operation in early)
-    lacking = f"; the trace lacks the launches of {unknown} of them" if unknown else ""
-    return (f"{len(early)} kernels start before their predecessor on the stream has ended (dependent launch{lacking}).",)
+    notes = [note_on_rare(impossible)] if impossible else []
+    if early:
+        unknown = sum(not operation.launch_call for operation in early)
+        lacking = f"; the trace lacks the launches of {unknown} of them" if unknown else ""
+        notes.append(
+            f"{len(early)} kernels start before their predecessor on the stream has ended (dependent launch{lacking})."
+        )
+    return tuple(notes)
+
+
+def are_rare(impossible: Sequence[tuple[GpuOperation, GpuOperation]], operations: Sequence[GpuOperation]) -> bool:
+    """Return whether so few operations overlap impossibly that all others can be trusted; traces of several processes in
+    one file have many.
+    """
+    return len(impossible) <= RARE_SHARE * len(operations)
+
+
+def note_on_rare(impossible: Sequence[tuple[GpuOperation, GpuOperation]]) -> str:
+    """Return a note on operations that overlap their predecessor impossibly, where they are rare."""
+    most_us = max(previous.end_us - operation.start_us for previous, operation in impossible)
+    what = format_count(len(impossible), "operation starts", "operations start")
+    return (
+        f"{what} before the predecessor on the stream has ended, by {format_us(most_us)} at most, which is impossible. So "
+        "few do that the others' times are taken for right."
+    )
 
 
 def overlaps_on_streams(

@@ -108,7 +108,7 @@ def _steady_step(
     operations = [trace.operations[index] for index in steps.steady_operations]
     inside = _dependencies_inside(dependencies, steps.steady_operations)
     lone = find_lone_times(trace, steps)
-    issue = find_issue_times(operations, trace.host_waits, steps.windows[steps.steady][0])
+    issue = find_issue_times(operations, trace, steps.windows[steps.steady][0])
     timings = [
         Timing(lone_us=lone_us, waits_for=waits_for, issued_us=issued_us, issued_after=issued_after, peer_wait_us=wait_us)
         for lone_us, waits_for, issued_us, issued_after, wait_us in zip(
@@ -275,6 +275,12 @@ def _notes_on_times(trace: ActivityTrace, lone: LoneTimes, issue: IssueTimes) ->
         notes.append(
             f"The GPU waits for launches by the CPU during {format_percent(issue.late_share)} of the step (launch-bound). "
             "Without the profiler it may wait less, because the profiler makes launches slower."
+        )
+    if issue.num_unseen:
+        notes.append(
+            f"The GPU is idle for {format_us(issue.unseen_us)} before "
+            f"{format_count(issue.num_unseen, 'operation that was', 'operations that were')} launched long before: the "
+            "trace seems to lack operations. This idle time is kept as it is."
         )
     if lone.num_estimated:
         how = (
