@@ -11,7 +11,8 @@ from counterpoint.controls import Priority
 from counterpoint.machine import Machine, load_machine, machine_names
 from counterpoint.metrics import critical_path_us, ideal_us, sequential_us
 from counterpoint.plan import LEAVE_IT, Plan
-from counterpoint.sim import Simulator
+from counterpoint.sim import Simulator, step_run
+from counterpoint.sim.engine import Engine
 from counterpoint.sim.rates import RateModel
 from counterpoint.step import (
     Character,
@@ -26,7 +27,7 @@ from counterpoint.step import (
     Step,
 )
 from counterpoint.timeline import Interval
-from helpers.toy_steps import DEPENDENCY_LATENCY_US, H200, plan_of
+from helpers.toy_steps import DEPENDENCY_LATENCY_US, H200, kernel, plan_of, step_of
 
 MACHINES = [load_machine(name) for name in machine_names()]
 # Every change of state is rounded up to a whole picosecond.
@@ -159,6 +160,21 @@ def test_the_same_input_gives_the_same_timeline(step: Step, data: st.DataObject)
     as_is = used.run(step, H200, LEAVE_IT)
     assert used.run(step, H200, plan) == Simulator().run(step, H200, plan) == used.run(step, H200, plan)
     assert used.run(step, H200, LEAVE_IT) == as_is
+
+
+@given(steps())
+def test_tasks_that_run_alone_take_the_time_of_any_event(step: Step) -> None:
+    with patch.object(Engine, "_has_passed", lambda _: False):
+        slowly = intervals_of(step)
+    assert intervals_of(step) == intervals_of(step) == slowly
+
+
+def test_models_of_past_steps_do_not_pile_up() -> None:
+    step = step_of(kernel(1, 10.0))
+    kept = intervals_of(step)
+    with patch("counterpoint.sim.rates.MOST_KNOWN", -1):
+        assert intervals_of(step) == kept
+        assert step_run._models.cache_info().currsize == 0
 
 
 @given(steps(), st.data())

@@ -255,6 +255,10 @@ class Calibration(Value, frozen=True, kw_only=True):
     conditions: dict[str, str] = msgspec.field(default_factory=dict)
     probes: dict[str, ProbeRecord] = msgspec.field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        """Equal constants are of equal GPUs; tables of constants have no hash."""
+        return hash(self.device_name)
+
     def matmul_fraction(self, element_type: ElementType) -> float:
         """Return the share of the type's peak rate that large matmuls reach."""
         return self.matmul_peak_fractions.get(element_type, self.matmul_peak_fraction).value

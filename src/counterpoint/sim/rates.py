@@ -13,7 +13,7 @@ It fits streaming kernels at reduced residency, and how all-reduce time falls wi
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import msgspec
 
@@ -26,6 +26,7 @@ EXPONENT = 4
 SM_EXPONENT = 6  # of an SM: its pipes take instructions in turn, and saturate more sharply than memory and links
 LOAD_EXPONENT = 8  # from the streaming kernel's times at 6 to 12 CTAs on an SM of an H200
 MOST_GROUPS_OF_KNOWN = 8  # a state of more groups, which CTAs of different lengths cause, hardly comes again
+MOST_KNOWN = 100_000  # about 100 MB
 # What runs where: the kind of each task, and for each group its SMs, carveout and cohorts, as a task's place and its CTAs
 State = tuple[tuple[int, ...], tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]]
 # How fast each task's CTAs are relative to the reference state, their number weighted by shares, and each cohort's share
@@ -37,7 +38,7 @@ class RateModel:
 
     `gpu` says how SMs divide L1 and shared memory, `hbm_bytes_per_s` is the bandwidth that the memory reaches, `latency` how
     its latency grows with its load, and `l2` what L2 delivers. `is_traced`: kernels were timed in a job, so what its
-    collectives took from L2 is in their times.
+    collectives took from L2 is in their times. `alone_ps` is for the engine: how long tasks took that ran alone, by work.
     """
 
     def __init__(
@@ -51,6 +52,12 @@ class RateModel:
         self._is_traced = is_traced
         self._kinds: dict[Work, int] = {}
         self._known: dict[State, Relative] = {}
+        self.alone_ps: dict[Hashable, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it keeps so much of past steps that a new model should take its place."""
+        return len(self._known) + len(self.alone_ps) > MOST_KNOWN
 
     def kind(self, work: Work) -> int:
         """Return a number that works have in common if they use resources alike, however long they take."""

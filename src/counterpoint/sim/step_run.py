@@ -7,7 +7,7 @@ collectives, by the link's bandwidth. Kernels that state the time of their CTAs 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 from counterpoint.machine import Machine
 from counterpoint.metrics import critical_path_us
@@ -24,6 +24,7 @@ from counterpoint.units import PS_PER_US, ps_to_us
 
 Spans = list[tuple[int, int]]
 CLOSE_CLOCK = 0.008  # as a share of a burst's clock
+MODELS = 8  # of machines and clocks that are kept
 MOST_SIMULATIONS = 4  # where a race turns between two clocks, none is found
 
 
@@ -41,8 +42,10 @@ class StepRun:
             for operation, effect in zip(step.operations, effects, strict=True)
         )
 
-    def _costs(self, clock_share: float = 1.0) -> CostModel:
-        return CostModel(self.machine, self.calibration, clock_share, is_captured=self.step.is_timed_in_bursts)
+    def _models(self, clock_share: float = 1.0) -> tuple[CostModel, RateModel]:
+        step = self.step
+        is_traced = step.device_name is not None and not step.is_timed_in_bursts
+        return _models(self.machine, self.calibration, clock_share, is_captured=step.is_timed_in_bursts, is_traced=is_traced)
 
     def simulated(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
@@ -61,10 +64,10 @@ class StepRun:
         return [(round(start * longer), round(end * longer)) for start, end in spans]
 
     def _simulated(self, clock_share: float) -> Spans:
-        costs = self._costs(clock_share)
+        costs, rates = self._models(clock_share)
+        if rates.is_full:
+            _models.cache_clear()
         graph = TaskGraph(self.step, self.effects, costs, self.calibration)
-        is_traced = self.step.device_name is not None and not self.step.is_timed_in_bursts
-        rates = RateModel(self.machine.gpu, costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
         engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
 
@@ -85,7 +88,7 @@ class StepRun:
         return [slower[first] for first in self._first]
 
     def _found_alone_us(self) -> list[float]:
-        costs = self._costs()
+        costs, _ = self._models()
         found = {first: self._found_us(first, costs) for first in sorted(set(self._first))}
         return [found[first] for first in self._first]
 
@@ -217,3 +220,12 @@ def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
     pairs = [[step.operations[number] for number in pair] for pair in step.fits_beside]
     footprints = [[None if isinstance(each, Copy) else each.footprint for each in pair] for pair in pairs]
     return frozenset((first, second) for first, second in footprints if first is not None and second is not None)
+
+
+@lru_cache(maxsize=MODELS)
+def _models(
+    machine: Machine, calibration: Calibration, clock_share: float, *, is_captured: bool, is_traced: bool
+) -> tuple[CostModel, RateModel]:
+    """Return the models of costs and rates. Candidates of a step have most works and states in common, which these keep."""
+    costs = CostModel(machine, calibration, clock_share, is_captured=is_captured)
+    return costs, RateModel(machine.gpu, costs.hbm_bytes_per_s, costs.latency, costs.l2, is_traced=is_traced)
