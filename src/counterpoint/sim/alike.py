@@ -18,6 +18,7 @@ OF_WORK = {
 }
 
 
+@lru_cache(maxsize=16384)
 def alike(operation: Operation) -> tuple[object, ...]:
     """Return a key that is equal for operations of the same work, wherever and whenever they are launched."""
     said = _said_by(operation.name) if isinstance(operation, Kernel) else ()
