@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"renew {FILE.name}")
     is_written = parser.parse_args().write
-    capabilities = sorted({load_machine(name).gpu.compute_capability for name in machine_names()})
+    capabilities = sorted({load_machine(name).gpu.compute_capability for name in machine_names(variants=False)})
     lines = [
         "# How Triton compiles the paper's matmuls (paper/workloads.py) for each GPU; made by benchmarks/paper_launches.py.",
         f'source = "Triton {triton.__version__} and its ptxas, without a GPU, {date.today().isoformat()}; '

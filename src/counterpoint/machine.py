@@ -43,6 +43,7 @@ TEMPLATE_HEAD = """\
 # Give it a name of its own: plans carry the name. What each figure means: docs/reference/formats.md.
 """
 DEFAULT_MACHINE = "h200"
+VARIANTS = "machines/variants"
 MACHINE = toml_output("machine")
 MEMORY_TOLERANCE = 0.05  # of a GPU's memory, as a driver reports it, to a machine file's
 MAX_NAME = 200  # most letters of a name or a title
@@ -297,9 +298,11 @@ def usual_element_type(element_bytes: int) -> ElementType:
     return next(element_type for least, element_type in _USUAL_TYPES if element_bytes >= least)
 
 
-def machine_names() -> list[str]:
-    """Return the names of the shipped machines, sorted."""
-    return shipped_names("machines")
+def machine_names(*, variants: bool = True) -> list[str]:
+    """Return the names of the shipped machines, sorted; without `variants`, those that differ from another one in some
+    figures only are left out.
+    """
+    return sorted([*shipped_names("machines"), *(shipped_names(VARIANTS) if variants else ())])
 
 
 def load_machine(name_or_path: Path | str) -> Machine:
@@ -317,7 +320,17 @@ def load_machine(name_or_path: Path | str) -> Machine:
             f"Unknown machine '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a machine "
             "file (.toml)."
         )
-    return read_shipped(f"machines/{name}.toml", Machine, MachineError)
+    return (
+        _variant(name) if name in shipped_names(VARIANTS) else read_shipped(f"machines/{name}.toml", Machine, MachineError)
+    )
+
+
+def _variant(name: str) -> Machine:
+    """Return a shipped machine whose file holds only what differs from the one that it calls `base`."""
+    own = msgspec.toml.decode(shipped_text(f"{VARIANTS}/{name}.toml"))
+    base = msgspec.toml.decode(shipped_text(f"machines/{own.pop('base')}.toml"))
+    merged = {key: base[key] | value if isinstance(value, dict) else value for key, value in own.items()}
+    return msgspec.convert(base | merged, Machine)
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:
@@ -333,8 +346,8 @@ def save_template(name_or_path: Path | str, path: Path | str) -> None:
     """
     check_suffix(Path(path), MACHINE, MachineError)
     machine = load_machine(name_or_path)
-    is_own = Path(name_or_path).suffix.lower() == ".toml"
-    text = write_toml(machine) if is_own else TEMPLATE_HEAD + shipped_text(f"machines/{machine.name}.toml")
+    is_whole = Path(name_or_path).suffix.lower() != ".toml" and machine.name not in shipped_names(VARIANTS)
+    text = TEMPLATE_HEAD + shipped_text(f"machines/{machine.name}.toml") if is_whole else write_toml(machine)
     save_text(path, text, copy_output(MACHINE.name, text), MachineError)
 
 

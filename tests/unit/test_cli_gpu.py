@@ -108,7 +108,7 @@ def test_copy_engines_are_in_the_grid_of_collectives_that_move_data_and_of_those
     assert float(times["copy engines"]) < float(times["plain overlap"])
 
 
-@pytest.mark.parametrize("machine", machine_names())
+@pytest.mark.parametrize("machine", machine_names(variants=False))
 def test_the_grid_runs_for_every_machine_and_holds_priority_only_where_it_is_heeded(machine: str) -> None:
     done = counterpoint("bench", "paper", "cb_ar_opt2", "--simulate", machine)
     assert done.returncode == 0, done.stderr

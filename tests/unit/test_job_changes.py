@@ -177,3 +177,14 @@ def test_a_refusal_for_a_traced_step_counts_the_collectives_on_the_computations_
     step = replace(step_of(matmul(100.0), all_reduce(80.0, stream=1), matmul(100.0)), device_name="NVIDIA H200")
     (refusal,) = propose_own_streams(step, H200).refusals
     assert refusal.target == "1 collective on the computation's stream"
+
+
+def test_a_traced_stream_with_few_small_kernels_is_not_the_computations() -> None:
+    """Libraries launch small kernels beside their collectives: to count tokens, or to fill a flat buffer."""
+    counting = replace(kernel(1, 5.0), stream=3)
+    step = step_of(matmul(100.0), counting, all_reduce(80.0, stream=3), matmul(100.0))
+    (refusal,) = propose_own_streams(replace(step, device_name="NVIDIA H200"), H200).refusals
+    assert refusal.reason == "no collective runs on a computation stream"
+    step = replace(step, operations=tuple(replace(each, stream=1) for each in step.operations))
+    (refusal,) = propose_own_streams(replace(step, device_name="NVIDIA H200"), H200).refusals
+    assert refusal.target == "1 collective on the computation's stream"

@@ -12,7 +12,8 @@ from counterpoint.footprints import communication_footprint, known_on
 from counterpoint.links import Link
 from counterpoint.machine import Gpu, Machine, load_machine, machine_for_device, machine_names
 
-NAMES = ["a100", "a40", "b200", "h100", "h200", "l40s", "mi250x", "mi300x"]
+WHOLE = ["a100", "a40", "b200", "h100", "h200", "l40s", "mi250x", "mi300x"]
+NAMES = ["a100", "a100_40gb", "a40", "b200", "h100", "h200", "h800", "l40s", "mi250x", "mi300x", "mi325x"]
 H200 = load_machine("h200")
 
 
@@ -34,6 +35,20 @@ def figures(machine: Machine) -> set[str]:
 
 def test_the_usual_machines_are_shipped() -> None:
     assert machine_names() == NAMES
+    assert machine_names(variants=False) == WHOLE
+
+
+def test_a_variant_differs_from_its_base_in_the_figures_of_its_file_only() -> None:
+    base, variant = load_machine("h100"), load_machine("h800")
+    own = replace(base.gpu, hbm_bytes=variant.gpu.hbm_bytes, fp64_flops_per_s=1e12)
+    assert (variant.num_gpus, variant.gpu, variant.network) == (base.num_gpus, own, base.network)
+    assert variant.link == replace(base.link, bytes_per_s=2e11, per_peer_bytes_per_s=2e11)
+    assert {name for name, source in variant.sources.items() if source != base.sources[name]} == {
+        "device_names",
+        "gpu.hbm_bytes",
+        "gpu.fp64_flops_per_s",
+        "link.bytes_per_s",
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,7 +86,7 @@ def test_peak_fp32_rate_is_near_lanes_times_clock(name: str) -> None:
     # An independent check of SM count, clock and rate against each other: 64 or 128 lanes per SM, an fma is 2 operations,
     # and MI300X counts packed and dual-issued fp32 (256 lanes).
     gpu = load_machine(name).gpu
-    lanes = {"a100": 64, "mi250x": 64, "mi300x": 128}.get(name, 128)
+    lanes = {"a100": 64, "a100_40gb": 64, "mi250x": 64, "mi300x": 128}.get(name, 128)
     assert gpu.fp32_flops_per_s in [
         pytest.approx(gpu.num_sms * lanes * issues * 2 * gpu.clock_mhz * 1e6, rel=0.03) for issues in (1, 2)
     ]
@@ -100,6 +115,9 @@ def test_a_mesh_gives_one_peer_less_than_all_and_a_switch_the_same() -> None:
         ("NVIDIA B200", "b200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("AMD Instinct MI250X", "mi250x"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("AMD Instinct MI325X", "mi325x"),
     ],
 )
 def test_a_machine_is_found_by_the_name_its_driver_prints(device_name: str, name: str) -> None:
@@ -110,7 +128,7 @@ def test_a_machine_is_found_by_the_name_its_driver_prints(device_name: str, name
 
 def test_a_card_that_only_resembles_a_known_one_is_not_taken_for_it() -> None:
     assert machine_for_device("NVIDIA H100 PCIe") is None
-    assert machine_for_device("NVIDIA A100-SXM4-40GB") is None
+    assert machine_for_device("NVIDIA A100-PCIE-40GB") is None
 
 
 def test_a_name_is_taken_in_either_case() -> None:
@@ -118,7 +136,7 @@ def test_a_name_is_taken_in_either_case() -> None:
 
 
 def test_an_unknown_machine_lists_the_known_ones() -> None:
-    with pytest.raises(MachineError, match=r"Unknown machine 'h900'\. Known: a100, a40, .*machine file \(\.toml\)\."):
+    with pytest.raises(MachineError, match=r"Unknown machine 'h900'\. Known: a100, a100_40gb, .*machine file \(\.toml\)\."):
         load_machine("h900")
 
 
@@ -242,6 +260,6 @@ def test_a_type_that_the_gpu_does_not_have_is_refused_in_one_line_that_names_tho
 @pytest.mark.parametrize("name", NAMES)
 def test_what_collectives_launch_is_measured_only_where_they_ran(name: str) -> None:
     known = known_on(load_machine(name).gpu, "nccl")
-    assert known.status == ("measured" if name in ("h100", "h200") else "assumed")
+    assert known.status == ("measured" if name in ("h100", "h200", "h800") else "assumed")
     assert ("H200" in known.source) or known.status == "assumed"
     assert known.footprint() == communication_footprint(load_machine(name).gpu, "nccl")

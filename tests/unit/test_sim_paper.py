@@ -23,7 +23,7 @@ from counterpoint.step import Kernel
 from counterpoint.workloads import load_workload, workload_names
 
 WORKLOADS = workload_names()
-MACHINES = machine_names()
+MACHINES = machine_names(variants=False)
 HEEDING = [name for name in MACHINES if load_machine(name).gpu.priority_is_effective]
 IGNORING = [name for name in MACHINES if name not in HEEDING]
 ALL_TILES = None

@@ -29,7 +29,7 @@ from counterpoint.step import (
 from counterpoint.timeline import Interval
 from helpers.toy_steps import DEPENDENCY_LATENCY_US, H200, kernel, plan_of, step_of
 
-MACHINES = [load_machine(name) for name in machine_names()]
+MACHINES = [load_machine(name) for name in machine_names(variants=False)]
 # Every change of state is rounded up to a whole picosecond.
 ROUNDING_US = 0.01
 # Stated lone times leave out that the last, partial wave of a kernel has the memory to itself.

@@ -128,7 +128,7 @@ def bench_allocations(machines: tuple[str, ...], output: Path | None) -> None:
     from counterpoint.report.allocations import ALLOCATIONS, allocations_page  # noqa: PLC0415
 
     check_outputs(((output, ALLOCATIONS),))
-    loaded = [load_machine(name) for name in machines or machine_names()]
+    loaded = [load_machine(name) for name in machines or machine_names(variants=False)]
     page = allocations_page([(machine, allocations_of(machine)) for machine in loaded])
     if output is None:
         print(page, end="")
@@ -199,7 +199,7 @@ def _simulate_paper(asked: BenchOptions, machine_name: str) -> None:
     from counterpoint.workloads import build_step, workload_names  # noqa: PLC0415
 
     axes, descriptions = asked.axes(), asked.descriptions(workload_names())
-    machines = [load_machine(name) for name in (machine_names() if machine_name == "all" else [machine_name])]
+    machines = [load_machine(name) for name in (machine_names(variants=False) if machine_name == "all" else [machine_name])]
     num_ranks = max(described.num_ranks for described in descriptions.values())
     bounds = {machine.name: bounds_for(machine, num_ranks, "sizes alone") for machine in machines}
     # a user's own file has its own launches

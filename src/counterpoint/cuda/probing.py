@@ -70,7 +70,7 @@ def shipped_machine(queried: Queried) -> Machine:
     machine = machine_for_device(queried.device_name)
     if machine is not None:
         return machine
-    shipped = [load_machine(name) for name in machine_names()]
+    shipped = [load_machine(name) for name in machine_names(variants=False)]
     capability = _capability(queried)
     for machine in shipped:
         if machine.gpu.vendor == "nvidia" and machine.gpu.compute_capability == capability:
@@ -189,7 +189,7 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
 
 def _shipped_with(kind: str) -> Machine:
     """Return the first shipped machine with that kind of link."""
-    return next(machine for machine in map(load_machine, machine_names()) if machine.link.kind == kind)
+    return next(machine for machine in map(load_machine, machine_names(variants=False)) if machine.link.kind == kind)
 
 
 def _is_close(figure: str, shipped: Figure, found: Figure) -> bool:

@@ -236,7 +236,7 @@ def _propose_pairs(step: Step, machine: Machine, collectives: Sequence[tuple[int
 
 def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> Proposal:
     """Propose a separate stream for each collective on a computation's stream, if the step says what needs its result."""
-    busy = {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
+    busy = _streams_that_compute(step, machine)
     on_busy = [(index, each) for index, each in _collectives(step, plan, OverlapMatmul) if each.stream in busy]
     inside = [(index, each) for index, each in on_busy if obstacle_to_moving(each) is None]
     if not inside:
@@ -263,3 +263,16 @@ def propose_own_streams(step: Step, machine: Machine, plan: Plan = LEAVE_IT) -> 
     reason = "later kernels on its stream do not need its result; on a separate stream it runs beside them"
     match = Match(kind="communication", operations=needed)
     return proposal([one("own_stream", "a separate stream", match, (OwnStream(),), reason)])
+
+
+def _streams_that_compute(step: Step, machine: Machine) -> set[int]:
+    """Return the streams with kernels; in a traced step, where libraries also launch small kernels beside their collectives,
+    those whose kernels take longer than their collectives.
+    """
+    if step.device_name is None:
+        return {operation.stream for operation in step.operations if isinstance(operation, Kernel)}
+    times_us: dict[int, float] = {}
+    for operation, time_us in zip(step.operations, Simulator().lone_times_us(step, machine), strict=True):
+        sign = 1 if isinstance(operation, Kernel) else -1 if isinstance(operation, Collective) else 0
+        times_us[operation.stream] = times_us.get(operation.stream, 0.0) + sign * time_us
+    return {stream for stream, time_us in times_us.items() if time_us > 0}
