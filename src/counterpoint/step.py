@@ -96,7 +96,8 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     shared memory of one stage of its tiles, if known. `element_type`: the type of its operands; None means bf16.
     `cta_time_spread`: CTAs last between 1 and 1 + spread times the shortest, by index. `issued_us`: when the host issued
     it, from the start of the step, or, if the host waited for an operation first, from the end of that one
-    (`issued_after`); None if that cannot delay it.
+    (`issued_after`); None if that cannot delay it. `priority`: that of its stream, where the job asks for one; less comes
+    first.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Kernel(Value, frozen=True, kw_only=True, tag_field="type", tag="kernel"):
     element_type: ElementType | None = None
     is_work_sharing: bool = False
     cta_time_spread: float = 0.0
+    priority: int = 0
     waits_for: tuple[Dependency, ...] = ()
     issued_us: float | None = None
     issued_after: int | None = None
@@ -204,8 +206,8 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     one. `peer_wait_us` is the part of its traced time spent waiting for other ranks. `process_group` is the group's
     description, or its name if that says more; None if unknown. `ranks` are the group's ranks; empty if unknown. `parts`
     are the sizes of an all-to-all's parts, if the job states them; `has_unknown_parts` if its call gives sizes, but they
-    are not known. `begins_first`: in a trace it began before kernels that waited for the same operation. A step's
-    fingerprint does not depend on these.
+    are not known. `begins_first`: in a trace it began before kernels that waited for the same operation. `priority`: as
+    of a kernel. A step's fingerprint does not depend on these.
     """
 
     name: str
@@ -218,6 +220,7 @@ class Collective(Value, frozen=True, kw_only=True, tag_field="type", tag="collec
     parts: UnevenParts | None = None
     has_unknown_parts: bool = False
     begins_first: bool = False
+    priority: int = 0
     library: str = "nccl"
     transport: TransportKind = "sm"
     footprint: Footprint | None = None

@@ -73,7 +73,7 @@ def propose_on_sms(
     light = (propose_light_kernels(step, machine, with_peers),) if applier == "graph" else ()
     parts = (
         *light,
-        _priority(machine.gpu, with_peers),
+        _priority(step, machine.gpu, with_peers),
         _head_starts(step, machine.gpu, with_peers),
         propose_caps(machine.gpu, _blockers(step, machine.gpu, with_peers, plan)),
         propose_carveouts(step, machine.gpu, with_peers),
@@ -127,10 +127,15 @@ def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate
             yield Candidate(family="residency_cap", label=f"a CTA less per SM ({usual - 1})", directives=(cap,))
 
 
-def _priority(gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+def _priority(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
+    greatest_of_kernels = min((each.priority for each in step.operations if isinstance(each, Kernel)), default=0)
+    already = {entry.collective for entry in contention if step.collective(entry.collective).priority < greatest_of_kernels}
     if not any(entry.blockers for entry in contention):
         reason = "no collective waits for another kernel's CTAs, so the launch order does not matter"
         return refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
+    contention = [entry for entry in contention if entry.collective not in already]
+    if not any(entry.blockers for entry in contention):
+        return refusal("priority", ALL_COLLECTIVES, "the job already gives them a greater priority than its kernels")
     waited_us = sum(entry.waited_us for entry in contention)
     match = Match(kind="communication", operations=tuple(entry.collective for entry in contention))
     greatest = gpu.greatest_priority if gpu.priority_is_effective else 0

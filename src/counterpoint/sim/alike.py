@@ -12,7 +12,7 @@ from counterpoint.sim.loads import under_way
 from counterpoint.sim.tiles import TILE_IN_NAME
 from counterpoint.step import Collective, Copy, Kernel, Operation
 
-NOT_OF_WORK = ("name", "stream", "waits_for", "issued_us", "issued_after")
+NOT_OF_WORK = ("name", "stream", "priority", "waits_for", "issued_us", "issued_after")
 OF_WORK = {
     kind: tuple(name for name in kind.__struct_fields__ if name not in NOT_OF_WORK) for kind in (Kernel, Collective, Copy)
 }

@@ -131,7 +131,9 @@ class EffectReader:
         """Combine the plan's controls for one operation into its launch."""
         footprint = None if isinstance(operation, Copy) else self._costs.footprint(operation)
         is_moved = isinstance(operation, Collective) and operation.transport == "copy_engine"
-        effect = Effect(footprint=footprint, uses_copy_engine=is_moved)
+        asked = 0 if isinstance(operation, Copy) else operation.priority  # the driver takes it for the nearest that it has
+        priority = min(0, max(asked, self._machine.gpu.greatest_priority))
+        effect = Effect(footprint=footprint, uses_copy_engine=is_moved, priority=priority)
         for control in controls:
             where = f"operation {_label(index, operation)}"
             match control:

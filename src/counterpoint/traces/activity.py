@@ -46,6 +46,7 @@ class LaunchArguments(Value, frozen=True, kw_only=True, forbid_unknown_fields=Fa
     in_splits: Any = msgspec.field(default=None, name="In split size")
     out_splits: Any = msgspec.field(default=None, name="Out split size")
     external_id: int | None = msgspec.field(default=None, name="External id")
+    priority: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= (self.group_size or 0) <= MAX_RANKS:

@@ -39,6 +39,7 @@ class Rule(Value, frozen=True, kw_only=True):
 
     Either one of `names` matches the whole name (`*` and `?` as in a shell), or `pattern`, a regular expression, is found in
     it. `library` is the transport of a collective. `is_waiting`: the kernel only waits for other ranks or signals them.
+    `priority` is that of the library's stream, where the trace does not say.
     """
 
     source: str
@@ -50,6 +51,7 @@ class Rule(Value, frozen=True, kw_only=True):
     character: Character = "other"
     is_work_sharing: bool = False
     is_waiting: bool = False
+    priority: int = 0
     ctas_per_cluster: int = 1
 
     def __post_init__(self) -> None:

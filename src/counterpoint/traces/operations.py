@@ -161,6 +161,7 @@ def _kernel(
         matmul_sizes=traced.matmul_sizes if rule.character == "matmul" else None,
         element_type=matmul_type(traced.name, _operand(trace, traced)) if rule.character == "matmul" else None,
         is_work_sharing=is_work_sharing,
+        priority=_priority(traced, rule),
         waits_for=timing.waits_for,
         issued_us=timing.issued_us,
         issued_after=timing.issued_after,
@@ -182,6 +183,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         ranks=ranks_of_group(arguments, group_size),
         parts=parts,
         has_unknown_parts=kind == "all_to_all" and parts is None and _gives_sizes(arguments),
+        priority=_priority(traced, rule),
         library=rule.library,
         footprint=_footprint(trace, traced, rule),
         lone_us=timing.lone_us,
@@ -190,6 +192,11 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         issued_us=timing.issued_us,
         issued_after=timing.issued_after,
     )
+
+
+def _priority(traced: GpuOperation, rule: Rule) -> int:
+    """Return the priority of an operation's stream: as traced, which needs CUDA 13.1, or as the library asks for it."""
+    return rule.priority if traced.arguments.priority is None else traced.arguments.priority
 
 
 def _gives_sizes(arguments: LaunchArguments) -> bool:
