@@ -174,7 +174,7 @@ def test_models_of_past_steps_do_not_pile_up() -> None:
     kept = intervals_of(step)
     with patch("counterpoint.sim.rates.MOST_KNOWN", -1):
         assert intervals_of(step) == kept
-        assert step_run._models.cache_info().currsize == 0
+        assert step_run._shared_models.cache_info().currsize == 0
 
 
 @given(steps(), st.data())

@@ -45,7 +45,9 @@ class StepRun:
     def _models(self, clock_share: float = 1.0) -> tuple[CostModel, RateModel]:
         step = self.step
         is_traced = step.device_name is not None and not step.is_timed_in_bursts
-        return _models(self.machine, self.calibration, clock_share, is_captured=step.is_timed_in_bursts, is_traced=is_traced)
+        return _shared_models(
+            self.machine, self.calibration, clock_share, is_captured=step.is_timed_in_bursts, is_traced=is_traced
+        )
 
     def simulated(self, clock_share: float) -> Spans:
         """Return start and end of every operation, in picoseconds from the start, at a share of the lone times' clock."""
@@ -66,7 +68,7 @@ class StepRun:
     def _simulated(self, clock_share: float) -> Spans:
         costs, rates = self._models(clock_share)
         if rates.is_full:
-            _models.cache_clear()
+            _shared_models.cache_clear()
         graph = TaskGraph(self.step, self.effects, costs, self.calibration)
         engine = Engine(self.machine, rates, graph.tasks, graph.launches, _fits_beside(self.step))
         return graph.spans(engine.run())
@@ -223,7 +225,7 @@ def _fits_beside(step: Step) -> frozenset[tuple[Footprint, Footprint]]:
 
 
 @lru_cache(maxsize=MODELS)
-def _models(
+def _shared_models(
     machine: Machine, calibration: Calibration, clock_share: float, *, is_captured: bool, is_traced: bool
 ) -> tuple[CostModel, RateModel]:
     """Return the models of costs and rates. Candidates of a step have most works and states in common, which these keep."""

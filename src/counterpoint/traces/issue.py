@@ -11,7 +11,7 @@ of the last one as in the trace. This module does not know what an operation doe
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
@@ -85,13 +85,14 @@ def _unseen(operations: list[GpuOperation], everything: Sequence[GpuOperation]) 
     that ended last of those that were issued before it, and the idle time.
     """
     places = {id(operation): index for index, operation in enumerate(operations)}
+    latest = list(accumulate(range(len(operations)), lambda *pair: max(pair, key=lambda each: operations[each].end_us)))
     found: dict[int, tuple[int, float]] = {}
     busy_until_us = math.inf  # before the first operation nothing is missing
     for operation in sorted(everything, key=lambda each: each.start_us):
         index = places.get(id(operation), 0)
         idle_us = operation.start_us - busy_until_us
         if index and idle_us > UNSEEN_US and _lead(operation) > idle_us + LATE_LATENCY_US:
-            last = max(range(index), key=lambda earlier: operations[earlier].end_us)
+            last = latest[index - 1]
             if operations[last].end_us <= operation.start_us:
                 found[index] = last, idle_us
         busy_until_us = operation.end_us if busy_until_us == math.inf else max(busy_until_us, operation.end_us)
