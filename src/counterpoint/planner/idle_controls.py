@@ -18,7 +18,7 @@ from counterpoint.occupancy import residency
 from counterpoint.plan import Plan
 from counterpoint.sim.effects import capped, with_ctas
 from counterpoint.sim.task_graph import carveout_bytes
-from counterpoint.step import Collective, Kernel, Operation, Step
+from counterpoint.step import Collective, Copy, Kernel, Operation, Step
 from counterpoint.units import format_count
 
 Place = tuple[int, int]  # a directive's number, and the control's within it
@@ -87,8 +87,8 @@ def _is_overruled(index: int, control: Control, overlapped: Collection[int]) -> 
 def _changes(operation: Operation, control: Control, gpu: Gpu) -> bool:
     """Return whether the control changes how the operation is launched. The executor refuses controls that cannot apply."""
     match control:
-        case Priority():
-            return control.priority != 0
+        case Priority() if not isinstance(operation, Copy):
+            return control.priority != operation.priority
         case Transport() if isinstance(operation, Collective):
             return control.transport != operation.transport
         case CommunicationCtas() if isinstance(operation, Collective):
