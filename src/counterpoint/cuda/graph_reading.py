@@ -192,6 +192,7 @@ def _operation(
             character=rule.character,
             lone_us=lone_us,
             is_work_sharing=rule.is_work_sharing,
+            priority=node.priority,
             waits_for=waits,
         )
     is_recorded = bool(calls) and rule.library in RECORDED_LIBRARIES
@@ -203,6 +204,7 @@ def _operation(
         num_bytes=call.num_bytes,
         group_size=call.group_size,
         process_group=call.process_group,
+        priority=node.priority,
         library=rule.library or "nccl",
         footprint=node.footprint,
         lone_us=lone_us,
