@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from counterpoint.errors import TraceError
-from counterpoint.step import Kernel
+from counterpoint.step import Collective, Kernel
 from counterpoint.traces import read_trace
 from counterpoint.traces.activity import HostOperator
 from counterpoint.traces.formats import read_activity
@@ -170,3 +170,17 @@ def test_a_damaged_database_is_refused_in_one_line(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(TraceError, match="is not a complete database"):
         read_trace(path)
+
+
+@pytest.mark.parametrize(("process", "found"), [(5, -5), (6, 0)])
+def test_priorities_of_streams_are_those_of_the_process_that_is_read(process: int, found: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    Database(path)
+    with sqlite3.connect(path) as file:
+        file.execute("CREATE TABLE TARGET_INFO_CUDA_STREAM (streamId INT, processId INT, contextId INT, priority INT)")
+        rows = [(19, process, 1, 2**32 - 5), (7, process, 1, 0)]
+        file.executemany("INSERT INTO TARGET_INFO_CUDA_STREAM VALUES (?, ?, ?, ?)", rows)
+    matmul, collective, _ = read_trace(path).step.operations
+    assert isinstance(matmul, Kernel)
+    assert isinstance(collective, Collective)
+    assert (matmul.priority, collective.priority) == (0, found)

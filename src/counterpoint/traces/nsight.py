@@ -24,10 +24,12 @@ from counterpoint.value import require
 
 MAGIC = b"SQLite format 3\0"
 KERNELS, COPIES, FILLS, GRAPHS = (f"CUPTI_ACTIVITY_KIND_{name}" for name in ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE"))
+STREAMS = "TARGET_INFO_CUDA_STREAM"
 CALLS, SYNCS, RANGES = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", "NVTX_EVENTS"
 STREAM_WAIT_EVENT = 2  # CUpti_ActivitySynchronizationType
 COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy PtoP"}  # CUpti_ActivityMemcpyKind
 PROCESS_BITS = 24  # a thread's global number is that of its process with this many low bits added
+PROCESS_MASK = 0xFFFFFF  # above these bits, the number of the process in its system
 _STEP = re.compile(r"(?i)^(?:profilerstep|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:]*\d*$")
 _VERSION = re.compile(r"_v\d+$")
 _PLACE = ("start", "end", "deviceId", "streamId", "correlationId")
@@ -147,12 +149,14 @@ class _Database:
     def operations(self) -> Iterator[tuple[Process, GpuOperation]]:
         """Yield kernels, copies and fills, each with its process and device."""
         optional = ("globalPid", "demangledName", "shortName", *_SHAPE, *_SIZES)
+        priorities = self.priorities()
         for row in self.rows(KERNELS, _PLACE, optional):
             process, name, short, *launch = row[5:]
             grid = tuple(int(size) for size in launch[:3] if size)
             block = tuple(int(size) for size in launch[3:6] if size)
             registers, static, dynamic = (size or 0 for size in launch[6:])
             more = {"grid": grid, "block": block, "registers_per_thread": registers, "shared_bytes": static + dynamic}
+            more["priority"] = priorities.get(((process or 0) >> PROCESS_BITS & PROCESS_MASK, row[3]))
             called = self.names.get(name) or self.names.get(short) or "unknown"
             yield self._operation("kernel", called, row, process, more)
         for row in self.rows(COPIES, _PLACE, ("globalPid", "bytes", "copyKind")):
@@ -161,6 +165,15 @@ class _Database:
         for row in self.rows(FILLS, _PLACE, ("globalPid", "bytes")):
             process, num_bytes = row[5:]
             yield self._operation("memset", "Memset (Device)", row, process, {"num_bytes": num_bytes or 0})
+
+    def priorities(self) -> dict[tuple[int, int], int]:
+        """Return priorities by the process' number in its system and by stream, where the export states them."""
+        rows = self.rows(STREAMS, ("streamId",), ("processId", "priority"))
+        return {
+            (process, stream): priority - (2**32 if priority >= 2**31 else 0)  # CUPTI's are unsigned
+            for stream, process, priority in rows
+            if isinstance(priority, int) and isinstance(process, int)
+        }
 
     def _operation(
         self, category: Category, name: str, row: tuple[Any, ...], process: int | None, more: dict[str, Any]
