@@ -169,6 +169,15 @@ def test_tasks_that_run_alone_take_the_time_of_any_event(step: Step) -> None:
     assert intervals_of(step) == intervals_of(step) == slowly
 
 
+def test_ctas_simulated_one_by_one_leave_no_times_for_steps_with_more_of_them() -> None:
+    uneven = [msgspec.structs.replace(kernel(num_ctas, 10.0), cta_time_spread=2.0) for num_ctas in (1000, 5000)]
+    step_run._shared_models.cache_clear()
+    fresh = intervals_of(step_of(*uneven))
+    step_run._shared_models.cache_clear()
+    intervals_of(step_of(uneven[0]))
+    assert intervals_of(step_of(*uneven)) == fresh
+
+
 def test_models_of_past_steps_do_not_pile_up() -> None:
     step = step_of(kernel(1, 10.0))
     kept = intervals_of(step)

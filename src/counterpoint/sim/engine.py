@@ -79,7 +79,7 @@ class Engine:
             if missing == 0:
                 self._schedule(index)
         while self._timers or self._running:
-            if not self._running and self._has_passed():
+            if not self._running and not self._is_exact and self._has_passed():
                 continue
             self._advance_to(self._next_event())
             self._recall()
@@ -102,7 +102,7 @@ class Engine:
         begin_ps, index = self._timers[0]
         self._alone = index, _work_alone(self._tasks[index])
         lasts_ps = self._rates.alone_ps.get(self._alone[1])
-        if lasts_ps is None or self._is_exact:
+        if lasts_ps is None:
             return False
         if len(self._timers) > 1 and min(self._timers[1:3])[0] < begin_ps + lasts_ps:
             return False
