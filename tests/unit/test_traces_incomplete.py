@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.trace_builder import MATMUL, TraceBuilder
 
 from counterpoint.analysis.rank import analyze_rank
 from counterpoint.errors import TraceError
@@ -13,6 +12,7 @@ from counterpoint.plan import Plan
 from counterpoint.sim.simulator import Simulator
 from counterpoint.traces.formats import read_activity
 from counterpoint.traces.traced_step import read_trace
+from helpers.trace_builder import MATMUL, TraceBuilder
 
 MI300X = {
     "name": "AMD Instinct MI300X",

@@ -128,12 +128,11 @@ def _mild_cap(step: Step, gpu: Gpu, rivals: Sequence[int]) -> Iterator[Candidate
 
 
 def _priority(step: Step, gpu: Gpu, contention: Sequence[Contention]) -> Proposal:
-    greatest_of_kernels = min((each.priority for each in step.operations if isinstance(each, Kernel)), default=0)
-    already = {entry.collective for entry in contention if step.collective(entry.collective).priority < greatest_of_kernels}
     if not any(entry.blockers for entry in contention):
         reason = "no collective waits for another kernel's CTAs, so the launch order does not matter"
         return refusal("priority", ALL_COLLECTIVES, reason if gpu.priority_is_effective else PRIORITY_IGNORED)
-    contention = [entry for entry in contention if entry.collective not in already]
+    greatest_of_kernels = min((each.priority for each in step.operations if isinstance(each, Kernel)), default=0)
+    contention = [entry for entry in contention if step.collective(entry.collective).priority >= greatest_of_kernels]
     if not any(entry.blockers for entry in contention):
         return refusal("priority", ALL_COLLECTIVES, "the job already gives them a greater priority than its kernels")
     waited_us = sum(entry.waited_us for entry in contention)

@@ -149,8 +149,8 @@ def _launch_gap(operations: list[GpuOperation]) -> float | None:
     """Return the usual gap between operations of the busiest stream that were launched before their predecessor ended.
 
     A stream with few operations does not count, however long they take: gaps between a handful of long collectives are not
-    those between kernels. The gap is the median if the stream is alone. Beside other streams it is the
-    lower quartile: a gap is longer where an operation of another stream takes the free SMs first.
+    those between kernels. The gap is the median if the stream is alone. Beside other streams it is the lower quartile: a gap
+    is longer where an operation of another stream takes the free SMs first.
     """
     by_stream: dict[int, list[GpuOperation]] = {}
     for operation in operations:

@@ -195,7 +195,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
 
 
 def _priority(traced: GpuOperation, rule: Rule) -> int:
-    """Return the priority of an operation's stream: as traced, which needs CUDA 13.1, or as the library asks for it."""
+    """Return the priority of an operation's stream: as traced, or as the library asks for it."""
     return rule.priority if traced.arguments.priority is None else traced.arguments.priority
 
 

@@ -33,8 +33,9 @@ LEAST_AFTER = 0.03
 """If other computation after the repetitions takes more than this share of one of them, they are layers of one step."""
 MAX_PERIODS_TRIED = 64
 OVERLAP_TOLERANCE_US = 1.0
-RARE_SHARE = 0.001  # of the operations: if no more overlap impossibly, the rest of the trace can be trusted
 """A shorter overlap is none: the resolution of the profiler's clock is some tens of nanoseconds."""
+RARE_SHARE = 0.001
+"""If no more than this share of the operations overlap impossibly, the rest of the trace can be trusted."""
 
 
 class TracedSteps(Value, frozen=True, kw_only=True):
