@@ -114,6 +114,34 @@ def test_a_collective_that_the_timeline_lacks_cuts_or_holds_twice_keeps_its_wait
     assert waits_us(found)[1:] == [100.0] * 3
 
 
+def side_by_side(*lone_us: float) -> Step:
+    """Kernels that the memory limits, each on a stream of its own; two of them fit the GPU together."""
+    footprint = Footprint(num_ctas=264, threads_per_cta=256, registers_per_thread=64)
+    kernels = [
+        Kernel(name="add", stream=stream, footprint=footprint, character="streaming", hbm_bytes=HBM_BYTES, lone_us=each)
+        for stream, each in enumerate(lone_us)
+    ]
+    return Step(name="beside", num_ranks=1, operations=tuple(kernels), device_name="NVIDIA H200")
+
+
+def test_kernels_that_slowed_each_other_down_get_the_times_that_they_take_alone() -> None:
+    timeline = Simulator().run(side_by_side(400.0, 500.0), H200, LEAVE_IT)
+    lasted_us = [each.duration_us for each in timeline.intervals]
+    assert min(lasted_us) > 500
+    supposed = side_by_side(*lasted_us)
+    found = with_waits(supposed, timeline, H200)
+    assert [each.lone_us for each in found.operations] == pytest.approx([400.0, 500.0], rel=0.05)
+    before, after = (compare_replay(timeline, Simulator().run(step, H200, LEAVE_IT)) for step in (supposed, found))
+    assert before.makespan_error > 0.2
+    assert abs(after.makespan_error) < 0.01
+
+
+def test_a_kernel_whose_traced_time_the_reader_explained_otherwise_keeps_its_time() -> None:
+    timeline = Simulator().run(side_by_side(400.0, 500.0), H200, LEAVE_IT)
+    step = side_by_side(*(0.85 * each.duration_us for each in timeline.intervals))
+    assert with_waits(step, timeline, H200) == step
+
+
 @pytest.mark.parametrize("path", [*sorted(TRACES.glob("*.gz")), *sorted(RECORDED.glob("*.gz"))], ids=lambda path: path.name)
 def test_no_trace_replays_worse(path: Path) -> None:
     """A difference counts as a share of the limit above which a replay is not used."""

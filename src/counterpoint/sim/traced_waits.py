@@ -10,6 +10,9 @@ Who came first of a collective and a kernel behind a fill is chance, so the trac
 
 The shortest traced time of like collectives may still hold contention and waits. Their bytes say how long they take alone,
 unless the trace contradicts that: a collective was faster, or took so long that its links must be slower than described.
+
+Two kernels that run side by side slow each other down. The reader of the trace takes their traced times for their lone
+times, so these are corrected in the same rounds, by the ratio of traced to simulated times.
 """
 
 import math
@@ -25,8 +28,9 @@ from counterpoint.sim.costs import CostModel
 from counterpoint.sim.nodes import obstacle_to_copies
 from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.simulator import Simulator
-from counterpoint.step import Collective, Kernel, Step, is_fill, predecessors
-from counterpoint.timeline import Timeline
+from counterpoint.step import Collective, Copy, Kernel, Operation, Step, is_fill, predecessors
+from counterpoint.timeline import NO_OPERATION, Interval, Timeline
+from counterpoint.traces.lone_times import UNTOUCHED_OVERLAP
 
 LONGEST_BY_BYTES = 2.0
 """A traced collective is at most this many times as long as its bytes say, or they do not count. In the traces of 2 and 4
@@ -34,36 +38,79 @@ GPUs those of 4 MiB or more take 0.8 to 1.7 times as long."""
 RESOLUTION_US = 0.01  # of traced times
 ROUNDS = 3
 CORRECTED = 0.7
-"""The part of a collective's difference that a round corrects. One to six rounds with 0.5 to 1 give mean errors within 0.1
+"""The part of an operation's difference that a round corrects. One to six rounds with 0.5 to 1 give mean errors within 0.1
 points of each other (traces of the validation set, 2 and 4 H200s and 2 H100s)."""
+
+LEAST_KEPT = 0.9
+"""The reader took more than this share of a kernel's traced time for its lone time, or it explained the rest otherwise: the
+kernel began at another one's tail. What the profiler costs a kernel is less than a tenth."""
 
 
 def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
-    """Return a traced step with the lone times and waits of its collectives with which its simulation is nearest to its
-    timeline, `traced`.
+    """Return a traced step with the lone times and waits of its collectives, and the lone times of kernels that ran beside
+    each other, with which its simulation is nearest to its timeline, `traced`.
 
     `tune`, `simulate` and `analyze` simulate such steps. Raises as `Simulator.run` does.
     """
     step = _with_races(step, traced)
-    traced_us = _response_times_us(step, traced)
     whole = _whole(step, traced)
-    found = {
+    waiting = {
         number: each for number, each in _with_times_by_bytes(step, machine).items() if each.peer_wait_us and number in whole
     }
-    if not found:
+    slowed = _slowed_by_kernels(step, traced, whole)
+    if not waiting and not slowed:
         return step
+    traced_us = _response_times_us(step, traced)
+    waits_us = {number: each.peer_wait_us for number, each in waiting.items()}
+    lone_us = dict(slowed)
     tried: list[tuple[float, Step]] = []
-    waits_us = {number: each.peer_wait_us for number, each in found.items()}
     for _ in range(1 + ROUNDS):
-        waiting = {number: replace(each, peer_wait_us=waits_us[number]) for number, each in found.items()}
-        candidate = replace(step, operations=tuple(waiting.get(number, each) for number, each in enumerate(step.operations)))
+        candidate = _with_times(step, waiting, waits_us, lone_us)
         simulated = Simulator().run(candidate, machine, LEAVE_IT)
         tried.append((compare_replay(traced, simulated).share_of_limits, candidate))
         simulated_us = _response_times_us(step, simulated)
-        for number, each in found.items():
+        for number, each in waiting.items():
             wait_us = waits_us[number] + CORRECTED * (traced_us[number] - simulated_us[number])
             waits_us[number] = min(each.peer_wait_us, max(0.0, wait_us))
+        for ran in simulated.intervals:
+            if ran.operation in slowed:
+                longest_us = slowed[ran.operation]
+                time_us = lone_us[ran.operation] * (1 + CORRECTED * (longest_us / ran.duration_us - 1))
+                lone_us[ran.operation] = min(longest_us, time_us)
     return min(tried, key=lambda each: each[0])[1]
+
+
+def _with_times(step: Step, waiting: dict[int, Collective], waits_us: dict[int, float], lone_us: dict[int, float]) -> Step:
+    """Return the step with these collectives and their waits, and these lone times of kernels."""
+    operations: list[Operation] = list(step.operations)
+    for number, wait_us in waits_us.items():
+        operations[number] = replace(waiting[number], peer_wait_us=wait_us)
+    for number, time_us in lone_us.items():
+        operations[number] = replace(operations[number], lone_us=time_us)
+    return replace(step, operations=tuple(operations))
+
+
+def _slowed_by_kernels(step: Step, traced: Timeline, whole: set[int]) -> dict[int, float]:
+    """Return the lone times, by number, of kernels that ran beside others, and beside no communication."""
+    beside_us = {kind: [0.0] * len(step.operations) for kind in ("computation", "communication")}
+    running: list[Interval] = []
+    for each in sorted(traced.intervals, key=lambda each: each.start_us):
+        running = [other for other in running if other.end_us > each.start_us]
+        for other in running:
+            together_us = min(each.end_us, other.end_us) - each.start_us
+            for one, neighbor in ((each, other), (other, each)):
+                if one.operation != NO_OPERATION and neighbor.kind in beside_us:
+                    beside_us[neighbor.kind][one.operation] += together_us
+        running.append(each)
+    lasted_us = {each.operation: each.duration_us for each in traced.intervals}
+    found: dict[int, float] = {}
+    for number, operation in enumerate(step.operations):
+        if number in whole and isinstance(operation, Kernel) and operation.lone_us:
+            few_us = UNTOUCHED_OVERLAP * lasted_us[number]
+            is_beside = beside_us["computation"][number] > few_us >= beside_us["communication"][number]
+            if is_beside and operation.lone_us > LEAST_KEPT * lasted_us[number]:
+                found[number] = operation.lone_us
+    return found
 
 
 def _with_races(step: Step, traced: Timeline) -> Step:
@@ -92,14 +139,19 @@ def _with_races(step: Step, traced: Timeline) -> Step:
 
 
 def _whole(step: Step, traced: Timeline) -> set[int]:
-    """Return the collectives that the timeline holds once, and not cut by its window."""
-    lasted_us = {each.operation: each.end_us - each.start_us for each in traced.intervals}
+    """Return the kernels and collectives that the timeline holds once, and not cut by its window."""
+    lasted_us = {each.operation: each.duration_us for each in traced.intervals}
     times = Counter(each.operation for each in traced.intervals)
     return {
         number
-        for number, each in step.collectives().items()
-        if times[number] == 1 and lasted_us[number] >= (each.lone_us or 0.0) + each.peer_wait_us - RESOLUTION_US
+        for number, each in enumerate(step.operations)
+        if not isinstance(each, Copy) and times[number] == 1 and lasted_us[number] >= _least_us(each) - RESOLUTION_US
     }
+
+
+def _least_us(operation: Kernel | Collective) -> float:
+    """Return how long the trace says that an operation took at least."""
+    return (operation.lone_us or 0.0) + (operation.peer_wait_us if isinstance(operation, Collective) else 0.0)
 
 
 def _with_times_by_bytes(step: Step, machine: Machine) -> dict[int, Collective]:
