@@ -6,7 +6,7 @@ case does, and measurements of another set are refused. If a case is used for a 
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Literal
 
@@ -291,13 +291,9 @@ def _one_gpu() -> tuple[Case, ...]:
         for direction in ("device_to_host", "host_to_device")
     )
     cases = []
-    for number, name in enumerate(KERNELS):
-        computation = KERNELS[name](drawn)
-        other = list(KERNELS)[(number + 4) % len(KERNELS)]
-        entries = _beside(computation, KERNELS[other](drawn))
-        cases.append(
-            Case(name=f"{name} beside {other}", family="one GPU", entries=tuple(entries), is_traced=number % 4 == 0)
-        )
+    for number, beside in enumerate(drawn_side_by_side(drawn)):
+        cases.append(msgspec.structs.replace(beside, is_traced=number % 4 == 0))
+        name, computation = list(KERNELS)[number], beside.entries[0].work
         copy = (to_host, from_host)[number % 2]
         entries = [Entry(work=copy, stream=1), *(Entry(work=computation) for _ in range(3))]
         cases.append(Case(name=f"{name} beside a {copy.direction} copy", family="one GPU", entries=tuple(entries)))
@@ -307,9 +303,13 @@ def _one_gpu() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def _beside(first: Work, second: Work) -> list[Entry]:
-    """Issue three kernels in a row, and on another stream one more that becomes ready with the second of them."""
-    return [Entry(work=first), Entry(work=first), Entry(work=second, stream=1, waits_for=(0,)), Entry(work=first)]
+def drawn_side_by_side(drawn: random.Random) -> Iterator[Case]:
+    """Draw each kind of kernel three times in a row, and beside it one of another kind, ready with the second."""
+    for number, name in enumerate(KERNELS):
+        other = list(KERNELS)[(number + 4) % len(KERNELS)]
+        first, second = KERNELS[name](drawn), KERNELS[other](drawn)
+        entries = (Entry(work=first), Entry(work=first), Entry(work=second, stream=1, waits_for=(0,)), Entry(work=first))
+        yield Case(name=f"{name} beside {other}", family="one GPU", entries=entries)
 
 
 def _shapes_alone() -> tuple[Matmul, ...]:

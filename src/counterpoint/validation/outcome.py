@@ -33,7 +33,6 @@ BURST_US, FIRST_STEP_US, SHARE_OF_FIRST_STEP = 42_000.0, 82_000.0, 0.6
 CLUSTERS_SINCE = 9  # major compute capability, that of all GPUs of stored captures
 Origin = Literal["captured steps", "traces", "sizes alone"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
-CapturedOrigin = Literal["captured steps", "sizes alone"]  # those that need a captured step, and no trace
 
 
 class OriginOutcome(Value, frozen=True, kw_only=True):
@@ -102,7 +101,7 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path, mac
     return with_waits(traced.step, traced.timeline, machine)
 
 
-def _launched_step(origin: CapturedOrigin, case: Case, measured: MeasuredCase) -> Step:
+def _launched_step(origin: Origin, case: Case, measured: MeasuredCase) -> Step:
     """Return a case's step as it was captured, or as its sizes describe it."""
     if origin == "sizes alone":
         return described_step(case, as_read_today(measured.step))
@@ -113,10 +112,13 @@ def _as_captured(measured: MeasuredCase) -> Step:
     return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
 
 
-def predict_case(origin: CapturedOrigin, case: Case, measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
-    """Return the captured rows of a case that need not be one of the set."""
-    step = _launched_step(origin, case, measured)
-    return list(_predict(step, machine, measured, _rows_for(origin, measured), "fresh"))
+def predict_case(origin: Origin, case: Case, measured: MeasuredCase, path: Path, machine: Machine) -> list[PredictedRow]:
+    """Return the rows of a case that need not be one of the set; none from traces if the case has no trace.
+
+    `path` is the file of measurements.
+    """
+    step = _step_of(origin, case, measured, path, machine)
+    return [] if step is None else list(_predict(step, machine, measured, _rows_for(origin, measured), "fresh"))
 
 
 def predict_rows(measured: MeasuredCase, machine: Machine) -> list[PredictedRow]:
