@@ -381,6 +381,16 @@ def test_fresh_cases_are_none_of_the_set_and_are_predicted_as_stored() -> None:
     assert f"From sizes alone the four files are {means} off ({p90s})" in text
 
 
+@pytest.mark.parametrize(
+    ("origin", "words"), [("captured steps", "From captured steps they are"), ("traces", "From traces they are")]
+)
+def test_fresh_kernels_beside_each_other_are_predicted_as_documented(origin: Origin, words: str) -> None:
+    path = RESULTS / "fresh_beside_1x_h200.json"
+    beside, _ = table(list(predicted(path, origin)))
+    mean, p90 = re.findall(r"([\d.]+)%", beside)[:2]
+    assert f"{words} {mean} % off ({p90} %)" in DOCUMENT.read_text()
+
+
 def test_the_documented_tables_are_todays() -> None:
     text = DOCUMENT.read_text()
     for outcome in validate_files(shipped_measurements()):

@@ -200,7 +200,7 @@ class CaseMeasuring:
 
     def _trace(self) -> str:
         """Trace a few steps on all ranks, keep rank 0's trace, and return the name of its file."""
-        name = f"{self._case.name.replace(', ', '.').replace(' ', '_')}.json.gz"
+        name = f"{self._case.name.replace(', ', '.').replace(': ', '.').replace(' ', '_')}.json.gz"
         path = trace_path(self._output, name)
         run = self._on_gpu.step()
         config = _ExperimentalConfig(enable_cuda_sync_events=True)
