@@ -291,6 +291,13 @@ def test_of_two_priorities_for_one_kernel_the_one_that_lost_is_reported() -> Non
     ]
 
 
+def test_of_a_priority_that_is_asked_for_twice_the_last_place_counts() -> None:
+    first, least = plan(GREATEST, kind="communication"), plan(Priority(priority=0), kind="communication")
+    asked = Plan(directives=(*first.directives, *least.directives, *first.directives))
+    graph, _ = outcome(asked)
+    assert graph.nodes()[REDUCTION].priority == GREATEST.priority
+
+
 def test_of_two_head_starts_for_one_kernel_the_last_stands_and_the_one_that_lost_is_reported() -> None:
     graph, engagements = outcome(plan(HOLD, HeadStart(hold_us=20.0), operations=(2,)))
     assert graph.held_us(FIRST_MATMUL) == 20.0

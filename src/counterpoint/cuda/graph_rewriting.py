@@ -64,8 +64,11 @@ def _edit(graph: AbstractGraph, before: Sequence[GraphNode], read: ReadGraph, pl
 
 
 def _replacements_first(controls: Sequence[Control]) -> list[Control]:
-    """Return each control once, light kernels first: other controls then apply to the kernel that replaced a collective."""
-    return sorted(dict.fromkeys(controls), key=lambda control: not isinstance(control, LightKernel))
+    """Return each control once, in the order of their last places, because the last one counts. Light kernels come first:
+    other controls then apply to the kernel that replaced a collective.
+    """
+    last = reversed(dict.fromkeys(reversed(controls)))
+    return sorted(last, key=lambda control: not isinstance(control, LightKernel))
 
 
 def _why_not(node: GraphNode, control: Control) -> str:
