@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.controls import CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
+from counterpoint.controls import Carveout, CommunicationCtas, Control, HeadStart, Priority, ResidencyCap, Transport
 from counterpoint.errors import LaunchFilterError, PlanError
 from counterpoint.launch_filter import control_block, layout
 from counterpoint.launch_filter.control_block import ControlBlock, RuleCounters, block_paths
@@ -242,6 +242,12 @@ def test_without_the_step_what_names_cannot_say_is_refused(match: dict[str, obje
             "the plan matches all_gather and process group mesh_dp and 1 MiB, but eager launches have only names",
             ("*", "communication"),
         ),
+        (
+            {"name": "ncclDevKernel_*", "collective": "all_gather"},
+            "all_gather 'ncclDevKernel_*'",
+            "the plan matches all_gather, but eager launches have only names",
+            ("ncclDevKernel_*", "communication"),
+        ),
     ],
 )
 def test_without_the_step_what_names_do_not_tell_refuses_a_cap_and_remarks_on_a_head_start(
@@ -254,6 +260,24 @@ def test_without_the_step_what_names_do_not_tell_refuses_a_cap_and_remarks_on_a_
     assert remark.startswith(f"head_start on '{target}': {means}; all ")
     *_, found = translation.rules
     assert ((found.pattern, found.kind), found.hold_us, found.ctas_per_sm) == (rule, 5.0, None)
+
+
+def test_a_name_that_is_the_collectives_reaches_no_other() -> None:
+    translation = translate(plan(GREATEST, name="ncclDevKernel_AllGather*", collective="all_gather"))
+    assert translation.remarks == ()
+    assert translation.rules[-1] == FilterRule(pattern="ncclDevKernel_AllGather*", kind="communication", priority=-5)
+
+
+@pytest.mark.parametrize("step", [None, STEP], ids=["by name", "with the step"])
+@pytest.mark.parametrize("priority", [(), (GREATEST,)], ids=["cap alone", "cap with priority"])
+def test_a_carveout_leaves_an_earlier_cap_of_the_same_kernels_in_force(
+    step: Step | None, priority: tuple[Control, ...]
+) -> None:
+    directives = (*plan(CAP, *priority, name="add*").directives, *plan(Carveout(percent=50), name="add*").directives)
+    name = "add*" if step is None else literal_pattern("add(float*, int)")
+    joined = FilterRule(pattern=name, ctas_per_sm=3, dynamic_shared_bytes=60_000, carveout_percent=50)
+    before = [FilterRule(pattern=name, priority=-5)] if priority else []
+    assert [*translate(Plan(directives=directives), step).rules] == [*before, joined]
 
 
 def test_with_the_step_ordinals_become_names_and_a_plan_of_another_step_is_remarked() -> None:

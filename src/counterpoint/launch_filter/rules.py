@@ -10,11 +10,13 @@ This module knows nothing of the layout of the control block, nor of how the dri
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from counterpoint.controls import Carveout, CommunicationCtas, Control, HeadStart, Priority, ResidencyCap
 from counterpoint.errors import PlanError, shown
 from counterpoint.plan import NUM_SHOWN, Directive, Match, Plan, Refusal
-from counterpoint.step import Copy, OperationKind, Step
-from counterpoint.traces.classify import communication_patterns
+from counterpoint.step import CollectiveKind, Copy, OperationKind, Step
+from counterpoint.traces.classify import classify_kernel, communication_patterns
 from counterpoint.units import format_bytes, format_count
 from counterpoint.value import Value, require
 
@@ -97,9 +99,28 @@ def translate(plan: Plan, step: Step | None = None) -> Translation:
         rules.extend(part.rules)
         refusals.extend(part.refusals)
         remarks.extend(part.remarks)
+    rules = _with_joined_caps(rules)
     if any(rule.hold_us is not None or rule.kind is not None for rule in rules):
         rules = [FilterRule(pattern=pattern, is_collective=True) for pattern in communication_patterns()] + rules
     return Translation(rules=tuple(rules), refusals=tuple(refusals), remarks=tuple(remarks))
+
+
+def _with_joined_caps(rules: Sequence[FilterRule]) -> list[FilterRule]:
+    """Return the rules; a cap moves to a later rule that sets only the carveout of the same kernels, because the driver sets
+    both at once.
+    """
+    found: list[FilterRule] = []
+    capped: dict[tuple[str, OperationKind | None], int] = {}  # the place of the last cap
+    for rule in rules:
+        kernels, joined = (rule.pattern, rule.kind), rule
+        if rule.dynamic_shared_bytes == 0 and kernels in capped:
+            cap = found[capped[kernels]]
+            joined = replace(rule, dynamic_shared_bytes=cap.dynamic_shared_bytes, ctas_per_sm=cap.ctas_per_sm)
+            found[capped[kernels]] = replace(cap, dynamic_shared_bytes=None, ctas_per_sm=None, carveout_percent=None)
+        if joined.dynamic_shared_bytes is not None:
+            capped[kernels] = len(found)
+        found.append(joined)
+    return [rule for rule in found if rule != FilterRule(pattern=rule.pattern, kind=rule.kind)]
 
 
 def literal_pattern(name: str) -> str:
@@ -148,7 +169,7 @@ def _by_match(match: Match, controls: Sequence[Control]) -> Translation:
 def beyond_names(match: Match) -> str:
     """Return what a match distinguishes that kernel names do not, in words; empty if there is nothing."""
     told: list[str] = []
-    if match.collective is not None and match.name == "*":
+    if match.collective is not None and not _is_kind_of(match.name, match.collective):
         told.append(match.collective)
     if match.ordinals is not None:
         told.append(f"{format_count(len(match.ordinals), 'launch', 'launches')} by number")
@@ -157,6 +178,11 @@ def beyond_names(match: Match) -> str:
     if match.num_bytes is not None:
         told.append(format_bytes(match.num_bytes))
     return " and ".join(told)
+
+
+def _is_kind_of(name: str, collective: CollectiveKind) -> bool:
+    """Return whether a name, or every name that a pattern matches, is that of such a collective's kernel."""
+    return classify_kernel(name.rstrip("*")).collective == collective
 
 
 def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> Translation:
@@ -182,7 +208,7 @@ def _by_step(directive: Directive, controls: Sequence[Control], step: Step) -> T
             caps = [control for control in controls if isinstance(control, ResidencyCap | Carveout)]
             refusals.extend(_refusal(cap, name, f"{shared}, but eager launches have only names") for cap in caps)
             fitting = [control for control in controls if control not in caps]
-            remarks.extend(f"{control.tag} on '{name[:60]}': {shared}; all of them get it" for control in fitting)
+            remarks.extend(f"{control.tag} on '{shown(name)}': {shared}; all of them get it" for control in fitting)
         if fitting:
             rules.append(_rule(literal_pattern(name), None, fitting))
     return Translation(rules=tuple(rules), refusals=tuple(dict.fromkeys(refusals)), remarks=tuple(remarks))
