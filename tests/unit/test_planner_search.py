@@ -109,6 +109,13 @@ def test_directives_that_matter_stay() -> None:
     assert chosen(tuning) == BOTH_CAPS
 
 
+def test_a_control_that_later_ones_make_needless_is_dropped() -> None:
+    three = plan("priority", "8 CTAs", "hold 5")
+    makespans = {plan("priority"): 170.0, plan("priority", "8 CTAs"): 160.0, three: 140.0, plan("8 CTAs", "hold 5"): 140.0}
+    tuning, _ = tuned(makespans)
+    assert chosen(tuning) == plan("8 CTAs", "hold 5")
+
+
 def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:
     tuning, _ = tuned({plan("copy engines"): 150.0, plan("8 CTAs"): 196.0, plan("4 CTAs"): 198.0})
     refusals = {refusal.control: refusal for refusal in tuning.plan.refusals}

@@ -209,11 +209,16 @@ def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
 
 
 def _shrink(bench: _Bench, parts: list[Candidate], proposed: Sequence[Candidate]) -> list[Candidate]:
-    """Drop every directive that does not make the step noticeably faster, so that the plan holds only what it needs.
+    """Drop every candidate, and every directive of the others, that does not make the step noticeably faster, so that the
+    plan holds only what it needs.
 
     If one of the `proposed` candidates has just the remaining directives, its label is used.
     """
     best = bench.attempt(parts)
+    for part in list(parts):
+        others = [other for other in parts if other is not part]
+        if others and bench.attempt(others).makespan_us <= best.makespan_us * (1 + NEGLIGIBLE):
+            parts = others
     for position, part in enumerate(parts):
         for directive in part.directives if len(part.directives) > 1 else ():
             kept = tuple(other for other in parts[position].directives if other is not directive)
