@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from counterpoint.errors import IntegrationError
+from counterpoint.errors import IntegrationError, reason_of
 from counterpoint.integrations import megatron_experts, transformers_experts
 from counterpoint.integrations.dispatched_experts import DispatchedExperts
 from counterpoint.integrations.expert_layouts import (
@@ -82,14 +82,18 @@ def overlap(
         "Parallelize it first.",
     )
     layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
-    for name, experts in found:
-        if reason := _refusal(experts):
-            overlapped.refused[name] = reason
-        elif spread_by(experts) == TORCHTITAN:
-            _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
-        else:
-            _take(overlapped, name, experts, options)
-    overlapped.require_taken(f"No experts of {type(module).__name__}")
+    try:
+        for name, experts in found:
+            if reason := _refusal(experts):
+                overlapped.refused[name] = reason
+            elif spread_by(experts) == TORCHTITAN:
+                _take_torchtitan(overlapped, name, (experts, layers.get(id(experts))), options)
+            else:
+                _take(overlapped, name, experts, options)
+        overlapped.require_taken(f"No experts of {type(module).__name__}")
+    except BaseException:
+        overlapped.undo()
+        raise
     overlapped.say_obstacles()
     return overlapped
 
@@ -121,9 +125,12 @@ def why_none_waits(module: nn.Module) -> str:
 def _refusal(experts: nn.Module) -> str:
     """Return why experts that a framework has spread cannot be taken, or nothing."""
     framework = spread_by(experts)
-    if framework in REFUSALS:
-        return REFUSALS[framework](experts)
-    found = torchtitan_layout(experts)
+    try:
+        if framework in REFUSALS:
+            return REFUSALS[framework](experts)
+        found = torchtitan_layout(experts)
+    except Exception as problem:  # attributes that another release does not have
+        return f"this release of their framework is not known ({reason_of(problem)}). Leave them unchanged"
     return found if isinstance(found, str) else ""
 
 

@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -264,12 +266,23 @@ def megatron_experts_that_stay() -> None:
         "whose formula is unknown": lambda layer: setattr(layer.experts, "linear_fc1", nn.Linear(2, 2)),
         "modules of its experts have hooks, which": lambda layer: layer.experts.linear_fc2.register_forward_hook(print),
         "have hooks other than": lambda layer: layer.experts.linear_fc2.register_forward_pre_hook(quiet),
+        "this release of their framework is not known": lambda layer: delattr(layer.experts, "linear_fc2"),
         "are no plain tensors for each": lambda layer: setattr(layer.experts.linear_fc1, "single_grouped_bias", True),
     }.items():
         model = Layers()
         for layer in model.layers:
             spoil(layer)
         refused(lambda model=model: expert_parallel.overlap(model), word)
+    model, take = Layers(), expert_parallel._take
+
+    def fail_at_second(overlapped: Any, name: str, *rest: Any) -> None:
+        take(overlapped, name, *rest)
+        if name.startswith("layers.1"):
+            raise RuntimeError("as a release that is not known")
+
+    with patch.object(expert_parallel, "_take", fail_at_second), suppress(RuntimeError):
+        expert_parallel.overlap(model)
+    assert len(expert_parallel.waiting_experts(model)) == 2, "what failed half way is undone"
     assert expert_parallel.why_none_waits(Layers(fp8="hybrid")).startswith("layers.0: its matmuls are in fp8")
     assert len(expert_parallel.waiting_experts(Layers())) == 2
     mixed = Layers()
