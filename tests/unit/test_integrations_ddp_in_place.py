@@ -1,4 +1,4 @@
-"""How DDP's buckets are joined, and when a GPU has no room for gradients beside them."""
+"""How DDP's buckets are joined, which parameters all ranks used, and when a GPU has no room for gradients beside buckets."""
 
 import pytest
 
@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from counterpoint.integrations.ddp_in_place import groups_of, lack_of_memory
+from counterpoint.integrations.ddp_in_place import PASSES_LATER, Usage, groups_of, lack_of_memory
 from counterpoint.units import GIB
 
 
@@ -31,6 +31,18 @@ def test_types_are_kept_apart() -> None:
     groups = groups_of([*buckets, of_bytes(80)], 1000)
     assert sizes(groups) == [[700, 700], [600, 600, 80]], "the rest comes last, so the group that it joins does"
     assert [len({parameter.dtype for parameter in group}) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_used", "is_complete"), [(8, 8, True), (8, 7, False), (128, 128, True), (128, 127, False)]
+)
+def test_a_parameter_that_one_rank_leaves_out_is_seen_in_narrow_types(
+    num_ranks: int, num_used: int, is_complete: bool
+) -> None:
+    usage = Usage(num_ranks)
+    for _ in range(PASSES_LATER):
+        usage.note(torch.tensor([num_used / num_ranks, 1.0], dtype=torch.bfloat16))
+    assert usage.is_complete() == is_complete
 
 
 def test_room_for_gradients_is_what_the_peak_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ PASSES_LATER = 2  # how much later shares are looked at: by then they have come 
 class Usage:
     """The share of the ranks that used each parameter in a pass: numbers that are averaged with the gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._noted: deque[tuple[torch.Tensor, Any]] = deque()
         self._is_complete = True
 
@@ -58,7 +59,7 @@ class Usage:
             shares, event = self._noted.popleft()
             if event is not None:
                 event.synchronize()
-            self._is_complete &= bool((shares > 1 - 1 / (2 * dist.get_world_size())).all())
+            self._is_complete &= bool((shares.float() > 1 - 1 / (2 * self._num_ranks)).all())
         return self._is_complete
 
 
@@ -178,7 +179,7 @@ class AveragesInPlace:
         self._buckets: dict[int, list[nn.Parameter]] = {}
         self._groups: list[list[nn.Parameter]] | None = None  # none at all, if DDP's buckets stay
         self._is_sparse = False
-        self._usage = Usage()
+        self._usage = Usage(self._num_ranks)
 
     def learn(self, bucket: dist.GradBucket) -> None:
         """Note what a bucket holds. The last one ends a backward pass, after which all are known."""
