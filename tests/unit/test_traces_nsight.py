@@ -1,7 +1,9 @@
 """An export of Nsight Systems gives the same activity as a profiler trace of the same operations."""
 
 import gzip
+import os
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,7 +117,7 @@ def test_operations_launches_waits_and_ranges_are_read(path: Path) -> None:
         name="aten::mm", thread=str(PROCESS + 9), module="aten::mm", phase="unknown"
     )
     assert [call.kind for call in trace.host_calls] == ["launch", "record", "wait", "launch", "launch"] * 3
-    assert (trace.num_devices, trace.device_name, trace.num_sms, trace.compute_major) == (2, "NVIDIA H200", 132, 9)
+    assert (trace.num_devices, trace.device_name, trace.num_sms, trace.compute_major) == (1, "NVIDIA H200", 132, 9)
     assert trace.step_windows == ((0.001, 900.0), (1000.001, 1900.0), (2000.001, 2900.0))
 
 
@@ -170,6 +172,32 @@ def test_a_damaged_database_is_refused_in_one_line(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(TraceError, match="is not a complete database"):
         read_trace(path)
+
+
+def test_cells_without_a_value_leave_out_their_rows(path: Path) -> None:
+    add(
+        path,
+        "INSERT INTO StringIds VALUES (99, NULL)",
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (NULL, 5, 9, 900, 2), (5, 6, NULL, 901, 2)",
+        "INSERT INTO NVTX_EVENTS VALUES (NULL, 7, 9, 'range', NULL), (5, 7, 'thread', 'range', NULL)",
+    )
+    assert len(read_activity(path).operations) == 9
+
+
+def test_a_database_in_a_pipe_is_refused_and_nobody_waits(tmp_path: Path) -> None:
+    pipe = tmp_path / "report.sqlite"
+    os.mkfifo(pipe)
+    Database(tmp_path / "whole.sqlite")
+    writer = threading.Thread(target=lambda: pipe.write_bytes((tmp_path / "whole.sqlite").read_bytes()), daemon=True)
+    writer.start()
+    with pytest.raises(TraceError, match=r"is a pipe with a database.*give the \.sqlite file"):
+        read_trace(pipe)
+
+
+def test_several_processes_are_noted_and_no_second_device_is_claimed(path: Path) -> None:
+    notes = read_trace(path).notes
+    assert "The trace holds 2 processes that use GPUs; only the busiest was read." in notes
+    assert not any("devices" in each for each in notes)
 
 
 @pytest.mark.parametrize(("process", "found"), [(5, -5), (6, 0)])

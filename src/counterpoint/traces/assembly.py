@@ -77,7 +77,7 @@ def assemble(
         host_calls=_relevant_calls(operations, calls),
         step_windows=windows,
         operators=found,
-        notes=tuple(notes),
+        notes=(*trace.notes, *notes),
     )
 
 

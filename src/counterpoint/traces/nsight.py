@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from counterpoint.errors import CounterpointError, TraceError, shown
+from counterpoint.files import is_pipe
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
 from counterpoint.traces.assembly import assemble, busiest, launches_here
 from counterpoint.traces.event_stream import Event
@@ -47,6 +48,11 @@ def knows(head: bytes) -> bool:
 
 def read(path: Path, pieces: Iterator[bytes]) -> ActivityTrace:
     """Return the activity in a database. Raises `TraceError` if it is not of Nsight Systems, or has no GPU activity."""
+    require(
+        not is_pipe(path),
+        TraceError,
+        f"{path} is a pipe with a database, of which every part must be read several times; give the .sqlite file.",
+    )
     try:
         with path.open("rb") as file:
             is_plain = knows(file.read(len(MAGIC)))
@@ -88,7 +94,9 @@ class _Database:
             TraceError,
             f"{path} is not an export of Nsight Systems: it has no table StringIds; make it by nsys export --type sqlite.",
         )
-        self.names: dict[int, str] = {number: intern(text) for number, text in self.rows("StringIds", ("id", "value"))}
+        self.names: dict[int, str] = {
+            number: intern(text) for number, text in self.rows("StringIds", ("id", "value")) if isinstance(text, str)
+        }
 
     def rows(self, table: str, needed: Sequence[str], optional: Sequence[str] = ()) -> Iterator[tuple[Any, ...]]:
         """Yield the rows of a table, none if the table is missing; `optional` columns that it lacks are None."""
@@ -122,6 +130,7 @@ class _Database:
             f"{self.path} holds launches of CUDA graphs without their kernels; record with nsys profile "
             "--cuda-graph-trace=node and export again.",
         )
+        num_processes = len({each for each, _ in found})
         operations = found[process, device]
         calls, waits = self.calls(process, device)
         beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
@@ -134,7 +143,7 @@ class _Database:
             operations=(),
             host_calls=(),
             step_windows=windows,
-            num_devices=len(found),
+            num_devices=sum(each == process for each, _ in found),
             device_name=name,
             num_sms=num_sms or None,
             compute_major=compute_major or 0,
@@ -142,6 +151,8 @@ class _Database:
             world_size=None,
             nccl_version=None,
             host_waits=waits,
+            notes=(f"The trace holds {num_processes} processes that use GPUs; only the busiest was read.",)
+            * (num_processes > 1),
             is_by_torch=False,
         )
         return assemble(trace, operations, calls, operators, None)
@@ -199,7 +210,7 @@ class _Database:
         for start, end, thread, correlation, name_id in self.rows(
             CALLS, ("start", "end", "globalTid", "correlationId", "nameId")
         ):
-            if process and thread >> PROCESS_BITS != process >> PROCESS_BITS:
+            if not _are_numbers(start, end, thread) or (process and thread >> PROCESS_BITS != process >> PROCESS_BITS):
                 continue
             name = intern(_VERSION.sub("", self.names.get(name_id, "")))
             if name.endswith("Synchronize"):
@@ -227,7 +238,9 @@ class _Database:
         ranges: list[Range] = []
         for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
             name = text or self.names.get(text_id, "")
-            if not name or not end or thread is None or (process and thread >> PROCESS_BITS != process >> PROCESS_BITS):
+            if not name or not end or not _are_numbers(start, end, thread):
+                continue
+            if process and thread >> PROCESS_BITS != process >> PROCESS_BITS:
                 continue
             ranges.append((start / 1e3, end / 1e3, thread, name))
         steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
@@ -251,6 +264,11 @@ class _Database:
             if number is not None:
                 msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
         return operators, tuple((start, end) for start, end, *_ in steps)
+
+
+def _are_numbers(*cells: object) -> bool:
+    """Return whether cells hold what their columns are for; a call or a range without its times or thread is left out."""
+    return all(isinstance(cell, int) for cell in cells)
 
 
 def _steps(ranges: Sequence[Range]) -> list[Range]:
