@@ -92,7 +92,9 @@ def _lock(directory: Path) -> int | None:
 
 def _remove_abandoned() -> None:
     """Remove this user's folders whose process is gone."""
-    places = {SHARED_MEMORY, Path(tempfile.gettempdir())}
+    places = {SHARED_MEMORY}
+    with suppress(OSError):  # no folder for temporary files can be written, but shared memory may have room
+        places.add(Path(tempfile.gettempdir()))
     for place in places:
         with suppress(OSError):  # the next run tries again
             for folder in place.glob(f"{_own_prefix()}*"):

@@ -5,7 +5,6 @@ The files of the filter and the agent are in a folder that is removed at the end
 """
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -148,9 +147,8 @@ def run_job(request: RunRequest, signals: HeldSignals) -> RunOutcome:
             make_readable(directory)
             return outcome_of(directory, ended, request, (translation, settings))
     except OSError as problem:
-        raise LaunchFilterError(
-            f"Cannot use {problem.filename or tempfile.gettempdir()}: {problem.strerror}; free space or set TMPDIR."
-        ) from problem
+        place = problem.filename or "a folder for temporary files"
+        raise LaunchFilterError(f"Cannot use {place}: {problem.strerror}; free space or set TMPDIR.") from problem
 
 
 def check_plan(request: RunRequest) -> tuple[Translation, LiveSettings, str]:
