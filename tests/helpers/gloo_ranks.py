@@ -5,17 +5,23 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from helpers.ranks_of_node import free_port
+
 HELPERS = Path(__file__).parent
 JOBS = HELPERS / "jobs"
 TESTS = HELPERS.parent
 NUM_SERVERS = 2  # even and odd ranks have one each
+LAUNCHED_LIMIT_S = 220.0  # before the test that waits for the launcher gives up
 
 
 class Ended(NamedTuple):
@@ -52,17 +58,12 @@ class RankServer:
         self._asked = asked
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
 
-    def ended(self, deadline: float) -> list[Ended]:
-        """What the ranks left behind. Raises `TimeoutError` if one has not ended by then."""
+    def ended(self, deadline: float) -> list[int]:
+        """The statuses of the ranks. Raises `TimeoutError` if one has not ended by then."""
         ready, _, _ = select.select([self._process.stdout], [], [], max(0.1, deadline - time.monotonic()))
-        files = [(Path(each["output"]), Path(each["errors"])) for each in self._asked]
         if not ready:
-            raise TimeoutError(f"a rank has not ended, or has not begun: {files}")
-        statuses = json.loads(self._process.stdout.readline())
-        return [
-            Ended(status, *(path.read_text(encoding="utf-8") for path in pair))
-            for status, pair in zip(statuses, files, strict=True)
-        ]
+            raise TimeoutError(f"a rank has not ended, or has not begun: {[each['errors'] for each in self._asked]}")
+        return list(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         """End the server, and the ranks that it runs."""
@@ -72,6 +73,52 @@ class RankServer:
 
 
 server = cache(RankServer)
+
+
+def forked_ranks(num_ranks: int, script: Path, *arguments: str) -> list[str]:
+    """A launcher's command, which needs no GPU: forks of the servers become its ranks, and find each other as torchrun's."""
+    return [sys.executable, str(JOBS / "forked_ranks.py"), _launcher_socket(), str(num_ranks), str(script), *arguments]
+
+
+@cache
+def _launcher_socket() -> str:
+    """The address at which a thread of this process waits for launchers, one at a time."""
+    folder = tempfile.TemporaryDirectory(prefix="forked-ranks-")
+    atexit.register(folder.cleanup)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path := str(Path(folder.name) / "socket"))
+    listening.listen()
+    threading.Thread(target=_serve_launchers, args=[listening], daemon=True).start()
+    return path
+
+
+def _serve_launchers(listening: socket.socket) -> None:
+    while True:
+        connection, _ = listening.accept()
+        with connection:
+            status = _launch(json.loads(connection.makefile().readline()))
+            connection.sendall(f"{status}\n".encode())
+
+
+def _launch(asked: dict[str, Any]) -> int:
+    """Run the ranks of a launcher, with its streams, and return its status."""
+    (script, *arguments), num_ranks = asked["words"], asked["num_ranks"]
+    found = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    output, errors = (f"/proc/{asked['launcher']}/fd/{number}" for number in (1, 2))
+    ranks = [
+        {
+            "job": script,
+            "arguments": arguments,
+            "environment": asked["environment"] | found | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            "output": output,
+            "errors": errors,
+        }
+        for rank in range(num_ranks)
+    ]
+    try:
+        return max(map(abs, _statuses(ranks, LAUNCHED_LIMIT_S)))
+    except TimeoutError:
+        return 1
 
 
 def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: float = 200.0) -> list[Ended]:
@@ -95,22 +142,29 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
         }
         for rank in range(num_ranks)
     ]
-    servers = [server(number) for number in range(min(num_ranks, NUM_SERVERS))]
+    statuses = _statuses(asked, limit_s)
+    files = [[Path(each[name]).read_text(encoding="utf-8") for name in ("output", "errors")] for each in asked]
+    return [Ended(status, *texts) for status, texts in zip(statuses, files, strict=True)]
+
+
+def _statuses(asked: list[dict[str, Any]], limit_s: float) -> list[int]:
+    """Run the ranks that are asked for, and return how each ended. Raises `TimeoutError` and kills those that do not."""
+    servers = [server(number) for number in range(min(len(asked), NUM_SERVERS))]
     for each in servers:
         each.wait_until_ready()
     for number, each in enumerate(servers):
         each.start(asked[number::NUM_SERVERS])
     deadline = time.monotonic() + limit_s
-    ended: dict[int, Ended] = {}
+    statuses = [0] * len(asked)
     try:
         for number, each in enumerate(servers):
-            ended.update(zip(range(number, num_ranks, NUM_SERVERS), each.ended(deadline), strict=True))
+            statuses[number::NUM_SERVERS] = each.ended(deadline)
     except BaseException:
         for each in servers:
             each.close()
         server.cache_clear()
         raise
-    return [ended[rank] for rank in range(num_ranks)]
+    return statuses
 
 
 def lines_of(ended: list[Ended]) -> list[list[str]]:

@@ -2,9 +2,12 @@
 
 Importing takes a rank five seconds of processor time, more than most jobs run. Even and odd ranks have a server each, so
 that hash seeds still differ between ranks: order by hash, which may not reach a collective, stays different. What a job
-itself imports, and what reads the environment, is imported after the fork.
+itself imports, and what reads the environment, is imported after the fork. A fork under `counterpoint run` loads the launch
+filter and runs the start-up hook itself, since its server began without them.
 """
 
+import ctypes
+import importlib.util
 import json
 import os
 import runpy
@@ -49,9 +52,11 @@ def _become_rank(job: str, arguments: list[str], environment: dict[str, str], ou
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [job, *arguments]
-    sys.path[:0] = [str(Path(job).parent), *filter(None, environment["PYTHONPATH"].split(os.pathsep))]
+    sys.path[:0] = [str(Path(job).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     status = 1
     try:
+        if environment.get("COUNTERPOINT_FILTER_DIRECTORY"):
+            _supervise(environment)
         runpy.run_path(job, run_name="__main__")
         status = 0
     except SystemExit as ended:
@@ -62,6 +67,19 @@ def _become_rank(job: str, arguments: list[str], environment: dict[str, str], ou
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _supervise(environment: dict[str, str]) -> None:
+    """Do what the dynamic linker and Python would have done at the start of a process under `counterpoint run`."""
+    for path in environment["LD_PRELOAD"].replace(":", " ").split():
+        ctypes.CDLL(path)
+    hook = Path(environment["PYTHONPATH"].split(os.pathsep)[0]) / "sitecustomize.py"
+    spec = importlib.util.spec_from_file_location("sitecustomize", hook)
+    hooked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooked)
+    (waiting,) = [each for each in sys.meta_path if type(each).__name__ == "AwaitedImport"]
+    sys.meta_path.remove(waiting)
+    waiting.on_import(sys.modules["torch.optim.optimizer"])
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_the_summary_says_what_else_than_exposed_time_and_kernels_a_change_recov
     for rest_us, is_said in ((1.0, True), (-1.0, False)):
         entry = Recoverable(causes=("tail",), what="it", recovers_us=analysis.exposed_us + 10.0 + rest_us, saved_us=10.0)
         (line, *_) = with_recoverable(analysis, [entry]).headline.next
-        assert "kernels of 10 us fall away" in line
+        assert "10 us of kernels become unnecessary" in line
         assert ("idle time, and computation that communication slows down" in line) == is_said
 
 
@@ -132,7 +132,7 @@ def test_tune_plans_the_rank_that_sets_the_pace_with_the_waits_that_other_ranks_
     analyzed = json.loads(counterpoint("analyze", *files, "--json").stdout)["recoverable"]
     planned, other = (json.loads(counterpoint("tune", *order, "--json").stdout) for order in (files, files[::-1]))
     assert (planned["plan"]["directives"], planned["step"]) == (other["plan"]["directives"], other["step"])
-    assert any(f"{files[1]} is planned, whose rank waits least" in note for note in planned["notes"])
+    assert any(f"{files[1]} is planned: of 2 traces, its rank waits least" in note for note in planned["notes"])
     times_us = {row["name"]: row["makespan_us"] for row in planned["step"]}
     best = max(each["recovers_us"] for each in analyzed if any("counterpoint tune" in line for line in each["apply"]))
     assert times_us["as replayed"] - times_us["with the plan"] == pytest.approx(best)

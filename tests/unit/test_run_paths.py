@@ -1,7 +1,7 @@
 """`counterpoint run --plan` around real jobs on CPUs: collectives of unmodified jobs by copies and operators.
 
 What a job computes then is, bit for bit, what it computes with the integration called by hand in its code. Torchrun starts
-the ranks where its exit status is what is tested.
+the ranks where its exit status is what is tested. Elsewhere they are forks of a process that has imported torch already.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import CollectiveKind
 from counterpoint.units import format_bytes
 from helpers.command import COUNTERPOINT
-from helpers.ranks_of_node import TRAINING, ranks_of_node
+from helpers.gloo_ranks import forked_ranks
 
 JOB = Path(__file__).parents[1] / "helpers" / "jobs" / "paths.py"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -60,7 +60,7 @@ Result = tuple[list[float], str, list[int]]  # sums of parameters by rank, names
 
 
 def job(num_ranks: int, *names: str) -> list[str]:
-    return [*ranks_of_node(num_ranks, imports=TRAINING), str(JOB), *names]
+    return forked_ranks(num_ranks, JOB, *names)
 
 
 def start(*command: str | Path) -> Ended:

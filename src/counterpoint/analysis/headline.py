@@ -165,7 +165,7 @@ def with_recoverable(analysis: Analysis, entries: Sequence[Recoverable]) -> Anal
 def _worth(entry: Recoverable, analysis: Analysis) -> str:
     """Say what a change recovers, and why that may be more than the exposed time."""
     share = f" ({format_percent(entry.recovers_us / analysis.step_us)} of the step)" if analysis.step_us > 0 else ""
-    why = [f"kernels of {format_us(entry.saved_us)} fall away"] if entry.saved_us else []
+    why = [f"{format_us(entry.saved_us)} of kernels become unnecessary"] if entry.saved_us else []
     if entry.recovers_us > analysis.exposed_us + entry.saved_us:
         why.append("what exceeds exposed time is idle time, and computation that communication slows down")
     return "; ".join([f"{format_us(entry.recovers_us)} per step{share}, simulated", *why])

@@ -32,7 +32,7 @@ NO_BOUNDS: "Mapping[str, ErrorBounds]" = MappingProxyType({})
 
 @click.group(cls=Group)
 def bench() -> None:
-    """Run the first paper's workloads under all controls."""
+    """Run the workloads of the first paper (arXiv 2606.09200) under all controls."""
 
 
 @bench.command(
@@ -76,7 +76,7 @@ def bench() -> None:
 )
 @file_option("--plot", help="Draw the sweeps (.svg, .png, .pdf). This needs matplotlib.  [default: none]")
 @output_option("Save the results (.json). On GPUs a grid goes on where FILE ends.")
-@click.option("--again", is_flag=True, help="On GPUs: measure what FILE holds, too.")
+@click.option("--again", is_flag=True, help="On GPUs: measure again what FILE already holds.")
 def bench_paper(
     workloads: tuple[str, ...],
     *,

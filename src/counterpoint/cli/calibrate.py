@@ -83,7 +83,7 @@ def _calibrate(output: Path | None, again: bool, only: tuple[str, ...]) -> None:
     machine = shipped_machine(queried)
     conditions = {name: str(value) for name, value in measuring_conditions().items() if name != "date"}
     if state is None:
-        conditions["state"] = "NVML was not found: nobody looked whether the GPU was throttled or shared"
+        conditions["state"] = "NVML was not found, so the GPU was not checked for throttling or other processes"
     else:
         conditions[POWER_LIMIT] = f"{state.power_limit_w:.0f} W"
     collected = _Record(machine, queried.device_name, output or Path(f"calibration_{machine.name}.toml"), conditions)

@@ -41,9 +41,9 @@ def env(
     folder: Path | None,
     proof: Path | None,
 ) -> None:
-    """Print how Slurm, Kubernetes, Ray, MPI or a container starts a job.
+    """Print what to write for Slurm, Kubernetes, Ray, MPI or a container.
 
-    The commands, variables, mounts or patch that are printed start COMMAND under `counterpoint run`.
+    The printed commands, variables, mounts or patch start COMMAND under `counterpoint run`.
     """
     if proof is not None:
         others = {"--for": launcher, "--plan": plan, "--step": step, "--folder": folder, "COMMAND": command or None}

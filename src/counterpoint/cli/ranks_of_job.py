@@ -47,7 +47,7 @@ def read_ranks(traces: Sequence[str], rules: Path | None, show: Callable[[str], 
     found = combine(_numbered(ranks))
     source = traces[0] if step is None else _setting_the_pace(found, traces[0])
     if source != traces[0]:
-        show(f"reading {shown_path(source)} again, whose rank waits least for others")
+        show(f"reading {shown_path(source)} again: its rank waits least for others")
         _, step = _analyze_file(source, _num_ranks(traces), True)
         assert step is not None, "an Inspector log has no waits"
     return RanksRead(found, step, source)
@@ -81,7 +81,7 @@ def _job_of_ranks(traces: Sequence[str], machine_name: str | None, show: Callabl
         raise StepError(f"'{name}' is a log of NCCL Inspector, which holds no step. Name a profiler trace first.")
     if found.untrusted or found.left_out:
         raise StepError(found.untrusted or found.left_out[0])
-    said = f"Of {format_count(len(traces), 'trace')}, {name} is planned, whose rank waits least for the others."
+    said = f"{name} is planned: of {format_count(len(traces), 'trace')}, its rank waits least for the others."
     if not found.skews:
         said = f"Waits of the ranks for each other are unknown, so {name} is planned alone."
         said = " ".join((said, *found.problems[:1]))

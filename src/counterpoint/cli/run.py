@@ -39,7 +39,9 @@ NO_CONTROL_PAYS = (
     help="The trace that the plan was made from. A plan needs it if it names operations by number, or collectives by "
     "process group or size.",
 )
-@click.option("--tune", is_flag=True, help="Try controls on live steps, a --plan first, and keep what makes them faster.")
+@click.option(
+    "--tune", is_flag=True, help="Try controls on live steps, those of a --plan first, and keep what is proven faster."
+)
 @output_option("With --tune: save the plan that was found (.toml).")
 @click.option(
     "--budget", type=int, metavar="STEPS", default=200, show_default=True, help="The number of steps that --tune may use."
@@ -53,14 +55,14 @@ NO_CONTROL_PAYS = (
     help="Compare the plan with the unchanged job every STEPS steps; 0: never.",
 )
 @click.option(
-    "--bitwise", is_flag=True, help="Try only what keeps every bit of the results: no control that sums in another order."
+    "--bitwise", is_flag=True, help="Use only what keeps results bit-identical: no control that changes the order of a sum."
 )
 @click.option(
     "--queues",
     type=int,
     metavar="NUMBER",
     show_default="as the job asks",
-    help="Give each rank so many hardware queues. The job itself still finds its own CUDA_DEVICE_MAX_CONNECTIONS.",
+    help="Give each rank NUMBER hardware queues, 1 to 32. The job itself still finds its own CUDA_DEVICE_MAX_CONNECTIONS.",
 )
 @click.option("--strict", is_flag=True, help="Exit with code 3 if a control of the plan did not take effect.")
 def run(

@@ -69,7 +69,9 @@ def _choice(option: str, of: object, help: str, usual: str) -> Callable[..., Any
 operation_argument = argument("operation", metavar="OPERATION", type=click.Choice(tuple(OPERATORS)), help=OPERATIONS)
 ranks_option = _number("--ranks", "num_ranks", "W", "The number of GPUs that take part, all in one node.", required=True)
 rows_option = _number("--rows", "num_rows", "M", "The number of rows of the undivided left matrix.", required=True)
-inner_option = _number("--inner", "num_inner", "K", "The number of its columns, which are a weight's rows.", required=True)
+inner_option = _number(
+    "--inner", "num_inner", "K", "The number of columns of that matrix, and of rows of a weight.", required=True
+)
 columns_option = _number("--columns", "num_columns", "N", "The number of columns of a rank's weight.", required=True)
 dtype_option = click.option(
     "--dtype",
@@ -198,7 +200,7 @@ def show(
     "--rows",
     "num_rows",
     "T",
-    "The number of rows of each rank: its tokens times the experts of each. With a file of --routing: the most of a rank.",
+    "The number of rows of each rank: its tokens times the experts per token. With --routing: the rows of the busiest rank.",
     required=True,
 )
 @_number("--inner", "num_inner", "K", "The number of columns of a row.", required=True)

@@ -86,8 +86,8 @@ def tune(
 ) -> None:
     """Find the plan that hides the most communication of a step, or say that none pays.
 
-    A trace or a workload is simulated, and no GPU is used. Of the traces of several ranks, that of the rank that waits least
-    for the others is simulated. module:function is called once and must return a step function. This function is captured
+    Traces and workloads are simulated, and no GPU is used. Given the traces of several ranks, tune simulates the rank that
+    waits least for the others. module:function is called once and must return a step function. This function is captured
     and measured on the GPUs of this machine; torchrun starts it on several.
     """
     from counterpoint import planner  # noqa: PLC0415  a fast --help

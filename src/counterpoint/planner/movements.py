@@ -86,7 +86,7 @@ def _saved(step: Step, buffers: FlatBuffers, moved: Sequence[int]) -> str:
     """Say how long the kernels take that are not needed any more if these collectives are moved in place."""
     copies = [copy for number in moved for copy in buffers.copies_of.get(number, ())]
     saved_us = sum(step.operations[number].lone_us or 0.0 for number in copies)
-    return f"; copies into and out of flat buffers, which take {format_us(saved_us)} now, fall away" if saved_us else ""
+    return f"; copies into and out of flat buffers ({format_us(saved_us)} now) become unnecessary" if saved_us else ""
 
 
 def _collectives(step: Step, plan: Plan, *taken_by: type) -> Iterator[tuple[int, Collective]]:

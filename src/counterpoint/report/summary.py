@@ -168,7 +168,7 @@ def _ideal_rows(scale: Scale) -> Iterator[ReportRow]:
     """Yield both ideals, each with its assumption."""
     remark = "with today's dependencies"
     if scale.inexact_us is not None:
-        remark = f"as traced; inexact, because lone times and inferred dependencies give {format_us(scale.inexact_us)}"
+        remark = f"the traced time; inexact stand-alone times and dependencies give {format_us(scale.inexact_us)}"
     yield ReportRow(name="ideal", makespan_us=scale.ideal_us, remark=remark)
     yield ReportRow(name="ideal in pieces", makespan_us=scale.in_pieces_us, remark="with collectives cut into pieces")
 

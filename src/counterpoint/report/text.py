@@ -180,8 +180,8 @@ def print_plan(console: Console, plan: Plan, bounds: ErrorBounds | None = None) 
     if plan.expectation is not None and plan.expectation.origin == "simulated":
         console.print(Text("Simulated, not measured: no GPU was used.", style="dim"))
         if plan.verdict == "GAIN" and bounds is not None and not bounds.is_compared:
-            line = "This many of these GPUs were never compared with hardware: errors can exceed the gain. Measure it first."
-            console.print(Text(line, style="bold yellow"))
+            never = "Predictions for this many of these GPUs were never compared with hardware."
+            console.print(Text(f"{never} Errors can exceed the gain: measure it first.", style="bold yellow"))
     console.print()
 
 
