@@ -69,10 +69,6 @@ class Link(Value, frozen=True, kw_only=True):
                 return entry.bytes_per_s
         return self.per_peer_bytes_per_s
 
-    def to_all(self, sender: int, num_gpus: int) -> float:
-        """Return what a GPU sends while it copies to each of the other GPUs 0 to `num_gpus` - 1 at once."""
-        return sum(self.concurrent([(sender, receiver) for receiver in range(num_gpus) if receiver != sender]))
-
     def group_bytes_per_s(self, num_gpus: int) -> float:
         """Return what each of `num_gpus` GPUs sends while all copy to all others at once, for the slowest GPU."""
         everybody = range(num_gpus)

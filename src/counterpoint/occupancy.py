@@ -112,6 +112,13 @@ def room_for(gpu: Gpu, residents: Residents, carveout_bytes: int, footprint: Foo
     return max(0, min(_rooms(gpu, sm_load(gpu, residents), carveout_bytes, footprint))[0])
 
 
+def room_beside(gpu: Gpu, kernel: Footprint, other: Footprint) -> int:
+    """Return how many CTAs of `other` fit on an SM beside those of a kernel that began alone, on the fullest SM."""
+    alone = residency(gpu, kernel)
+    resident = min(alone.ctas_per_sm, -(-kernel.num_ctas // gpu.num_sms))
+    return room_for(gpu, ((kernel, resident),), alone.carveout_bytes, other)
+
+
 def sm_load(gpu: Gpu, residents: Residents) -> SmLoad:
     """Return what residents hold together, given as footprints with counts; their warps fill the sub-partitions without
     a gap.

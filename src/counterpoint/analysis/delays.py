@@ -24,11 +24,12 @@ from counterpoint.analysis.values import Cause, Role
 from counterpoint.errors import CounterpointError
 from counterpoint.kernel_names import short_name
 from counterpoint.machine import Gpu, machine_for_device
-from counterpoint.occupancy import residency, room_for
+from counterpoint.occupancy import room_beside
 from counterpoint.step import Footprint
 from counterpoint.traces.activity import GpuOperation
-from counterpoint.traces.classify import classify_kernel, ctas_per_cluster
+from counterpoint.traces.classify import classify_kernel
 from counterpoint.traces.issue import LATE_LATENCY_US
+from counterpoint.traces.operations import footprint_of
 from counterpoint.units import NS_PER_US
 from counterpoint.value import Value
 
@@ -231,22 +232,12 @@ def _pair(operation: GpuOperation) -> str:
 
 
 def _footprint(timed: TimedTrace, operation: GpuOperation) -> Footprint:
-    arguments, rule = operation.arguments, classify_kernel(operation.name)
-    num_ctas = max(1, prod(arguments.grid))
-    return Footprint(
-        num_ctas=num_ctas,
-        threads_per_cta=max(1, prod(arguments.block)),
-        registers_per_thread=arguments.registers_per_thread,
-        dynamic_shared_bytes=arguments.shared_bytes,
-        ctas_per_cluster=ctas_per_cluster(rule, timed.trace.compute_major, num_ctas),
-    )
+    return footprint_of(operation.arguments, classify_kernel(operation.name), timed.trace.compute_major)
 
 
 @cache
 def _fits_beside(gpu: Gpu, kernel: Footprint, collective: Footprint) -> bool:
     try:
-        alone = residency(gpu, kernel)
-        resident = min(alone.ctas_per_sm, -(-kernel.num_ctas // gpu.num_sms))
-        return room_for(gpu, ((kernel, resident),), alone.carveout_bytes, collective) > 0
+        return room_beside(gpu, kernel, collective) > 0
     except CounterpointError:
         return False

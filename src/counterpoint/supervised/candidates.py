@@ -15,7 +15,7 @@ from counterpoint.integrations.paths import COPIED_KINDS, COPIES, OVERLAP, WORDS
 from counterpoint.integrations.planned_paths import paths_of
 from counterpoint.launch_filter.control_block import SeenFunction
 from counterpoint.machine import Gpu, machine_for_device
-from counterpoint.occupancy import residency, room_for, shared_bytes_per_cta
+from counterpoint.occupancy import residency, room_beside, shared_bytes_per_cta
 from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.planner.candidates import (
     HOLDS_US,
@@ -273,12 +273,8 @@ def _is_single_wave(gpu: Gpu, function: SeenFunction, collectives: Sequence[Seen
     """
     try:
         footprint = _footprint(function)
-        alone = residency(gpu, footprint)
-        here = -(-footprint.num_ctas // gpu.num_sms)  # on the fullest SM
-        residents = ((footprint, here),)
-        return here <= alone.ctas_per_sm and not all(
-            room_for(gpu, residents, alone.carveout_bytes, _footprint(collective)) for collective in collectives
-        )
+        is_resident = footprint.num_ctas <= gpu.num_sms * residency(gpu, footprint).ctas_per_sm
+        return is_resident and not all(room_beside(gpu, footprint, _footprint(collective)) for collective in collectives)
     except (OccupancyError, StepError):
         return False
 

@@ -106,15 +106,15 @@ def _lacking(trace: ActivityTrace, arguments: LaunchArguments, rule: Rule) -> It
         yield f"without a group size: {assumed}"
 
 
-def _footprint(trace: ActivityTrace, traced: GpuOperation, rule: Rule) -> Footprint:
-    arguments = traced.arguments
+def footprint_of(arguments: LaunchArguments, rule: Rule, compute_major: int) -> Footprint:
+    """Return the footprint of a traced launch of a kernel of this rule."""
     num_ctas = prod(arguments.grid)
     return Footprint(
         num_ctas=num_ctas,
         threads_per_cta=prod(arguments.block),
         registers_per_thread=arguments.registers_per_thread,
         dynamic_shared_bytes=arguments.shared_bytes,
-        ctas_per_cluster=ctas_per_cluster(rule, trace.compute_major, num_ctas),
+        ctas_per_cluster=ctas_per_cluster(rule, compute_major, num_ctas),
     )
 
 
@@ -151,7 +151,7 @@ def without_turnovers(profiled_us: float, character: Character, footprint: Footp
 def _kernel(
     trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: Timing, *, is_work_sharing: bool, gpu: Gpu | None
 ) -> Kernel:
-    footprint = _footprint(trace, traced, rule)
+    footprint = footprint_of(traced.arguments, rule, trace.compute_major)
     return Kernel(
         name=traced.name,
         stream=traced.stream,
@@ -185,7 +185,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
         has_unknown_parts=kind == "all_to_all" and parts is None and _gives_sizes(arguments),
         priority=_priority(traced, rule),
         library=rule.library,
-        footprint=_footprint(trace, traced, rule),
+        footprint=footprint_of(traced.arguments, rule, trace.compute_major),
         lone_us=timing.lone_us,
         peer_wait_us=timing.peer_wait_us,
         waits_for=timing.waits_for,
