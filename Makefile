@@ -1,5 +1,6 @@
 # make           this list
 # make test      everything that needs no GPU: lint, format, types, unit and golden tests
+# make test-slow the tests that `make test` leaves out: they repeat on more ranks, or compiled, what others test
 # make demo      set up, then plan two profiler traces by simulation
 # make test-ray  the tests that need Ray, which is installed for them alone: it is 70 MB
 # make images    draw the README's pictures anew
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
 CHECKED := $(wildcard src tests benchmarks examples website)
 
-.PHONY: help test test-ray demo docs images test-gpu bench wheel setup torch compiler clean
+.PHONY: help test test-slow test-ray demo docs images test-gpu bench wheel setup torch compiler clean
 
 # the comment at the top of this file
 help:
@@ -28,6 +29,9 @@ test: torch compiler docs
 	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy --strict src
 	$(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/golden
+
+test-slow: torch compiler
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow tests/unit tests/golden
 
 demo: $(VENV)/installed-plain
 	$(BIN)/counterpoint tune examples/traces/starved.rank0.json.gz

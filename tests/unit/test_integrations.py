@@ -1,6 +1,8 @@
 """DDP, FSDP2, tensor and expert parallelism on copy engines against stock PyTorch, on CPUs over gloo; and ranks that die."""
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,59 +34,66 @@ ON_FOUR = (  # with two ranks these have no second peer, or no mesh of two dimen
     "tensor_parallel_whole_with_fsdp2",
     "tensor_parallel_whole_on_two_meshes",
 )
-COMPILED = (
-    "bare_collectives_compiled",
-    "ddp_compiled",
-    "tensor_parallel_compiled",
+COMPILED = ("bare_collectives_compiled", "ddp_compiled", "tensor_parallel_compiled")
+COMPILED_TOO = (  # compiling takes half a minute of each rank
     "tensor_parallel_checkpointed",
+    "tensor_parallel_compiled_with_fsdp2",
     "tensor_parallel_configured_compiled",
     "tensor_parallel_plain_compiled",
 )
 MODULES = sorted((JOBS / "integration_sections").glob("*.py"))
 DEFINED = [name for each in MODULES for name in re.findall(r"^def ([a-z]\w*)\(\) -> None:", each.read_text(), re.MULTILINE)]
-TWO_LEVELS = [name for name in DEFINED if name.startswith("two_levels_")]  # run by test_two_levels.py, also on eight ranks
-SECTIONS = [name for name in DEFINED if name not in (*ON_FOUR, *COMPILED, *TWO_LEVELS)]
+TWO_LEVELS = [name for name in DEFINED if name.startswith("two_levels_")]  # run by test_two_levels.py
+OTHERS = [name for name in DEFINED if name not in (*ON_FOUR, *COMPILED, *COMPILED_TOO, *TWO_LEVELS)]
+JOBS_OF_SECTIONS = {
+    "on four": (4, ON_FOUR),
+    "compiled": (2, COMPILED),
+    "others": (2, OTHERS),
+    "compiled too": (2, COMPILED_TOO),
+}
+Run = Callable[[str], list[Ended]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    """Many sections in one job, for starting ranks takes longer than most of them."""
-    return run_ranks("integrations", 2, *SECTIONS, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What the ranks of a job left behind: many sections in one, for starting ranks takes longer than most of them."""
+
+    @cache
+    def run(job: str) -> list[Ended] | TimeoutError:
+        num_ranks, sections = JOBS_OF_SECTIONS[job]
+        try:
+            return run_ranks("integrations", num_ranks, *sections, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
+        except TimeoutError as late:
+            return late
+
+    def ended_of(job: str) -> list[Ended]:
+        found = run(job)
+        if isinstance(found, TimeoutError):
+            raise found
+        return found
+
+    return ended_of
 
 
-@pytest.fixture(scope="module")
-def ended_on_four(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    return run_ranks("integrations", 4, *ON_FOUR, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
+@pytest.mark.parametrize(
+    ("job", "section"),
+    [
+        pytest.param(job, section, marks=[pytest.mark.slow] * (job == "compiled too"), id=section)
+        for job, (_, sections) in JOBS_OF_SECTIONS.items()
+        for section in sections
+    ],
+)
+def test_the_integrations_do_what_pytorch_does(ended: Run, job: str, section: str) -> None:
+    first = ended(job)[0]
+    assert f"{section}: ok" in first.output.splitlines(), first.output + first.errors[-3000:]
 
 
-@pytest.fixture(scope="module")
-def ended_compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    return run_ranks("integrations", 2, *COMPILED, folder=tmp_path_factory.mktemp("ranks"), limit_s=600)
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_the_integrations_do_what_pytorch_does(ended: list[Ended], section: str) -> None:
-    output = ended[0].output
-    assert f"{section}: ok" in output.splitlines(), output + ended[0].errors[-3000:]
-
-
-@pytest.mark.parametrize("section", ON_FOUR)
-def test_the_integrations_do_what_pytorch_does_on_four_ranks(ended_on_four: list[Ended], section: str) -> None:
-    output = ended_on_four[0].output
-    assert f"{section}: ok" in output.splitlines(), output + ended_on_four[0].errors[-3000:]
-
-
-@pytest.mark.parametrize("section", COMPILED)
-def test_what_is_compiled_does_what_it_does_eagerly(ended_compiled: list[Ended], section: str) -> None:
-    output = ended_compiled[0].output
-    assert f"{section}: ok" in output.splitlines(), output + ended_compiled[0].errors[-3000:]
-
-
-def test_every_section_ran_in_turn_and_every_rank_ended_well(ended: list[Ended], ended_on_four: list[Ended]) -> None:
-    for ranks, sections in ((ended, SECTIONS), (ended_on_four, list(ON_FOUR))):
-        found = [line.partition(":")[0] for line in ranks[0].output.splitlines() if line.endswith(": ok")]
-        assert found == sections
-        assert {rank.status for rank in ranks} == {0}
+@pytest.mark.parametrize("job", [job for job in JOBS_OF_SECTIONS if job != "compiled too"])
+def test_every_section_ran_in_turn_and_every_rank_ended_well(ended: Run, job: str) -> None:
+    first, *_ = ranks = ended(job)
+    found = [line.partition(":")[0] for line in first.output.splitlines() if line.endswith(": ok")]
+    assert found == list(JOBS_OF_SECTIONS[job][1])
+    assert {rank.status for rank in ranks} == {0}
 
 
 def test_what_only_an_odd_number_of_ranks_shows(tmp_path: Path) -> None:
@@ -95,8 +104,8 @@ def test_what_only_an_odd_number_of_ranks_shows(tmp_path: Path) -> None:
     assert all(rank.status == 0 for rank in others)
 
 
-def test_what_the_library_does_instead_is_said_once(ended: list[Ended]) -> None:
-    said = [line for line in ended[0].errors.splitlines() if "The library runs a gradient bucket" in line]
+def test_what_the_library_does_instead_is_said_once(ended: Run) -> None:
+    said = [line for line in ended("others")[0].errors.splitlines() if "The library runs a gradient bucket" in line]
     assert len(said) == 1
     assert "below 4 MiB" in said[0]
 

@@ -45,7 +45,7 @@ def test_plans_that_differ_or_do_not_fit_are_one_line_on_every_rank_and_the_next
         assert "Directive" not in found["named"], "it is the call that names it"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_fastest_schedule_of_every_call_comes_into_one_plan_that_all_ranks_share(num_ranks: int, tmp_path: Path) -> None:
     ranks = [said(lines) for lines in lines_of(run_ranks("operator_plans", num_ranks, "tuned", folder=tmp_path))]
     assert all(each["tuned"] == "ok" for each in ranks)

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from counterpoint import load_machine
+from counterpoint import load_machine, load_workload
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN
 from counterpoint.plan import Plan
-from counterpoint.planner import Trial, Tuning, tune
+from counterpoint.planner import Trial, Tuning, search, tune
 from helpers.scripted_executor import ScriptedExecutor, contended_step, words_of
 
 H200 = load_machine("h200")
@@ -114,6 +114,14 @@ def test_a_control_that_later_ones_make_needless_is_dropped() -> None:
     makespans = {plan("priority"): 170.0, plan("priority", "8 CTAs"): 160.0, three: 140.0, plan("8 CTAs", "hold 5"): 140.0}
     tuning, _ = tuned(makespans)
     assert chosen(tuning) == plan("8 CTAs", "hold 5")
+
+
+def test_worker_processes_find_the_same_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, told = load_workload("cb_ar_opt2"), ([], [])
+    alone = tune(step, H200, on_trial=told[0].append)
+    monkeypatch.setattr(search, "LEAST_SHARED_S", 0.0)
+    assert tune(step, H200, on_trial=told[1].append, num_workers=2) == alone
+    assert told[0] == told[1]
 
 
 def test_what_was_tried_and_left_out_is_refused_with_its_best_figure() -> None:

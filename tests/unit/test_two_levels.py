@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # one worker, whose ranks have im
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_two_levels_do_what_one_collective_does(num_ranks: int, tmp_path: Path) -> None:
     first, *others = run_ranks("integrations", num_ranks, *TWO_LEVELS, folder=tmp_path, limit_s=240)
     assert first.output.splitlines() == [f"{section}: ok" for section in TWO_LEVELS], first.output + first.errors[-3000:]

@@ -25,6 +25,7 @@ from counterpoint.sim import Simulator
 from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.traced_waits import with_waits
 from counterpoint.step import Collective, Operation, Step
+from counterpoint.workers import num_cores
 
 MOST_NAMED = 8  # traces in a command
 OTHER_PLAN = "# name all ranks' traces: from this one alone, tune does not know how long the rank waited for others"
@@ -58,7 +59,7 @@ def find_recoverable(
     if job.traced is not None:
         known = without_waits(job.traced.step, analysis, source)
         job = replace(job, step=with_waits(known, job.traced.timeline, job.machine))
-    tuning = tune(job.step, job.machine, Simulator(), traced=traced)
+    tuning = tune(job.step, job.machine, Simulator(), traced=traced, num_workers=num_cores())
     replay = None if traced is None else compare_replay(traced, tuning.baseline)
     if replay is not None and (why := replay.why_unusable()):
         raise AnalysisError(f"{why}.")

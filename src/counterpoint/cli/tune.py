@@ -99,6 +99,7 @@ def tune(
     from counterpoint.report.timeline_picture import TIMELINE  # noqa: PLC0415
     from counterpoint.report.to_apply import PlanOrigin  # noqa: PLC0415
     from counterpoint.sim import Simulator  # noqa: PLC0415
+    from counterpoint.workers import num_cores  # noqa: PLC0415
 
     check_outputs(((output, PLAN), (timeline, TIMELINE)), inputs=(*steps, machine, calibration))
     step, *others = steps
@@ -118,7 +119,7 @@ def tune(
 
         job = job.to_simulate(calibration)
         traced = None if job.traced is None else job.traced.timeline
-        tuning = planner.tune(job.step, job.machine, Simulator(), on_trial, traced=traced)
+        tuning = planner.tune(job.step, job.machine, Simulator(), on_trial, traced=traced, num_workers=num_cores())
     if output is not None:
         save_plan(tuning.plan, output)
     timelines = {"before": tuning.baseline, "after": tuning.planned}

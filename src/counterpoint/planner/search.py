@@ -6,12 +6,16 @@ further control must add `LEAST_ADDED_GAIN`. For a traced step, a gain must also
 verdict is UNKNOWN and the plan is empty.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 
 import msgspec
 
 from counterpoint.controls import Applier
 from counterpoint.display import html_table, shortened
+from counterpoint.errors import PlanError
 from counterpoint.machine import Machine
 from counterpoint.measurement.values import LEAST_ADDED_GAIN, LEAST_SIMULATED_GAIN, NEGLIGIBLE
 from counterpoint.metrics import measure
@@ -27,6 +31,8 @@ from counterpoint.units import format_change, format_count, format_percent, form
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
+LEAST_SHARED_S = 0.05
+"""Candidates go to worker processes if the step takes this long to execute: starting them takes some tenths of a second."""
 
 
 class Trial(Value, frozen=True, kw_only=True):
@@ -85,6 +91,7 @@ class _Bench:
         self._executor = executor
         self._on_trial = on_trial
         self._applier = applier
+        self._workers: Executor | None = None
         self._timelines: dict[tuple[Directive, ...], Timeline] = {}
         self._known: dict[tuple[Directive, ...], Trial] = {}
 
@@ -94,13 +101,37 @@ class _Bench:
             self._timelines[directives] = self._executor.run(self._step, self._machine, Plan(directives=directives))
         return self._timelines[directives]
 
+    @contextmanager
+    def with_workers(self, number: int) -> Iterator[None]:
+        """Let worker processes execute candidates within the block, if the step takes long enough."""
+        begin_s = time.perf_counter()
+        self.run(())
+        if number < 2 or time.perf_counter() - begin_s < LEAST_SHARED_S:
+            yield
+            return
+        from counterpoint.workers import worker_processes  # noqa: PLC0415  only long steps need it
+
+        remedy = "tune with num_workers=1"
+        shared = self._step, self._machine, self._executor
+        with worker_processes(number, PlanError, remedy, _hold, *shared) as self._workers:
+            yield
+        self._workers = None
+
     def attempt(self, parts: Sequence[Candidate]) -> Trial:
-        directives = _directives(parts)
-        if directives not in self._known:
-            self._known[directives] = trial = _trial_of(parts, self.run(parts))
+        return self.attempt_all([parts])[0]
+
+    def attempt_all(self, plans: Sequence[Sequence[Candidate]]) -> list[Trial]:
+        """Return a trial for each plan, in order."""
+        new = {_directives(parts): parts for parts in plans if _directives(parts) not in self._known}
+        if self._workers is not None and len(new) > 1:
+            found: Iterator[Trial] = self._workers.map(_attempt_held, new.values())
+        else:
+            found = (_trial_of(parts, self.run(parts)) for parts in new.values())
+        for directives, trial in zip(new, found, strict=True):
+            self._known[directives] = trial
             if self._on_trial is not None:
                 self._on_trial(trial)
-        return self._known[directives]
+        return [self._known[_directives(parts)] for parts in plans]
 
     def propose(self, parts: Sequence[Candidate]) -> Proposal:
         """Return what could act on the step as it runs with `parts`."""
@@ -129,9 +160,21 @@ def _trial_of(parts: Sequence[Candidate], timeline: Timeline) -> Trial:
     )
 
 
-def attempt(step: Step, machine: Machine, executor: AbstractExecutor, candidate: Candidate) -> Trial:
-    """Execute one candidate."""
-    return _trial_of([candidate], executor.run(step, machine, Plan(directives=candidate.directives)))
+def attempt(step: Step, machine: Machine, executor: AbstractExecutor, *parts: Candidate) -> Trial:
+    """Execute one candidate, or several together."""
+    return _trial_of(parts, executor.run(step, machine, Plan(directives=_directives(parts))))
+
+
+_HELD: list[tuple[Step, Machine, AbstractExecutor]] = []  # of a worker process
+
+
+def _hold(*shared: object) -> None:
+    """Keep what a worker process executes candidates with."""
+    _HELD[:] = [shared]  # type: ignore[list-item]
+
+
+def _attempt_held(parts: Sequence[Candidate]) -> Trial:
+    return attempt(*_HELD[0], *parts)
 
 
 def _directives(parts: Sequence[Candidate]) -> tuple[Directive, ...]:
@@ -146,17 +189,19 @@ def tune(
     applier: Applier = "step",
     *,
     traced: Timeline | None = None,
+    num_workers: int = 1,
 ) -> Tuning:
     """Find the plan with the shortest makespan, using only controls that `applier` can apply.
 
     `on_trial` is called after each new trial, the baseline first. `traced` is the measured step, against which the
-    executor is checked.
+    executor is checked. `num_workers` processes execute candidates at once if a candidate takes long.
     """
     bench = _Bench(step, machine, executor, on_trial, applier)
-    without = bench.attempt(())
-    proposed = bench.propose(())
-    parts = _shrink(bench, _grow(bench, without), proposed.candidates)
-    best = bench.attempt(parts)
+    with bench.with_workers(num_workers):
+        without = bench.attempt(())
+        proposed = bench.propose(())
+        parts = _shrink(bench, _grow(bench, without), proposed.candidates)
+        best = bench.attempt(parts)
     baseline = bench.run(())
     trials, durable = bench.trials(), DurableMatches(step)
     unknown = "" if traced is None else compare_replay(traced, baseline).why_unknown(_gain(without, best))
@@ -198,7 +243,8 @@ def _grow(bench: _Bench, without: Trial) -> list[Candidate]:
     while True:
         taken = {part.family for part in parts}
         candidates = [candidate for candidate in bench.propose(parts).candidates if candidate.family not in taken]
-        trials = [(bench.attempt([*parts, candidate]), candidate) for candidate in candidates]
+        found = bench.attempt_all([[*parts, candidate] for candidate in candidates])
+        trials = list(zip(found, candidates, strict=True))
         if not trials:
             return parts
         trial, candidate = min(trials, key=lambda entry: (entry[0].makespan_us, entry[0].exposed_us))

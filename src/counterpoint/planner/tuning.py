@@ -24,6 +24,7 @@ def tune(
     on_trial: Callable[[Trial], None] | None = None,
     *,
     traced: Timeline | None = None,
+    num_workers: int = 1,
 ) -> Tuning: ...
 
 
@@ -33,6 +34,8 @@ def tune(
     machine: Machine,
     executor: AbstractExecutor | None = None,
     on_trial: Callable[[Trial], None] | None = None,
+    *,
+    num_workers: int = 1,
 ) -> Tuning: ...
 
 
@@ -47,12 +50,14 @@ def tune(
     on_trial: Callable[[Trial], None] | None = None,
     *,
     traced: Timeline | None = None,
+    num_workers: int = 1,
 ) -> "Tuning | Applied":
     """Find the plan that hides the most communication of `step`, or the verdict that none pays.
 
     A `Step` runs on `executor` for `machine`; the default executor is the simulator, and the result is a `Tuning` that
     holds the plan. `traced`, a traced step's timeline, is used to check the executor: a gain within its error is
     UNKNOWN. A `TracedStep` holds this timeline; from it `tune` also finds how long its collectives waited for other ranks.
+    `num_workers` processes simulate candidates at once if a candidate takes 50 ms or more; the result is the same.
     A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
     plan applied; all ranks call this together. Raises `ArgumentError` for a step without a machine or for any other
     argument, and what `planner.on_gpu` raises.
@@ -75,7 +80,7 @@ def tune(
         from counterpoint.sim import Simulator  # noqa: PLC0415  a function is tuned without it
 
         executor = Simulator()
-    return tune_by_executor(step, machine, executor, on_trial, traced=traced)
+    return tune_by_executor(step, machine, executor, on_trial, traced=traced, num_workers=num_workers)
 
 
 def _check_arguments(step: object, machine: object, executor: object) -> None:
