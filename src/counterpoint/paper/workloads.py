@@ -5,6 +5,7 @@ comes with torch. The matmul follows the grouped order of tiles, so that rows of
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ TYPES: dict[str, tuple[torch.dtype, torch.dtype, str]] = {
     "fp32": (torch.float32, torch.float32, "ieee"),
     "fp8": (torch.float8_e4m3fn, torch.bfloat16, "ieee"),
 }
+SAMPLED_EVERY = 61
 MOST_ELEMENTS = 1 << 31  # offsets within a matrix are 32-bit
 
 
@@ -127,16 +129,22 @@ class PaperWorkload:
         current.wait_stream(self._communication)
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
-        """Poison the outputs, replay once, and return their bits: a sample of every 61st element of each, as bytes."""
-        if self._received is not self._sent:
-            self._received.fill_(float("nan"))
-        self._product.fill_(float("nan"))
-        torch.cuda.synchronize()
+        """Return the bits of a sample of the outputs after one replay, as bytes."""
+        received = [self._received] * (self._received is not self._sent)
+        return sampled_bits(executable, [self._product, *received], (self._product, self._received))
+
+
+def sampled_bits(executable: AbstractExecutable, poisoned: Iterable[torch.Tensor], sampled: Iterable[torch.Tensor]) -> bytes:
+    """Fill tensors with NaN, replay once, and return a sample of every 61st element of what is `sampled`, as bytes."""
+    for tensor in poisoned:
+        tensor.fill_(float("nan"))
+    torch.cuda.synchronize()
+    if dist.is_initialized():
         dist.barrier()  # other ranks write into this rank's memory as soon as they start
-        executable.launch(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        sampled = [tensor.flatten()[::61].contiguous() for tensor in (self._product, self._received)]
-        return b"".join(sample.view(torch.uint8).cpu().numpy().tobytes() for sample in sampled)
+    executable.launch(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    samples = [tensor.flatten()[::SAMPLED_EVERY].contiguous() for tensor in sampled]
+    return b"".join(sample.view(torch.uint8).cpu().numpy().tobytes() for sample in samples)
 
 
 def check_runnable(description: Description) -> None:

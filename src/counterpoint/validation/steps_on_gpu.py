@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from counterpoint.cuda.graph import AbstractExecutable
-from counterpoint.paper.workloads import TYPES, matmul_kernel
+from counterpoint.paper.workloads import TYPES, matmul_kernel, sampled_bits
 from counterpoint.validation.cases import (
     Attention,
     Case,
@@ -26,7 +26,6 @@ from counterpoint.validation.cases import (
 Group = Any  # a torch process group, or None for the default one
 Launch = Callable[[Group], object]  # issues one operation on the current stream; collectives run in the group
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SAMPLED_EVERY = 61
 
 
 class CaseOnGpu:
@@ -74,19 +73,11 @@ class CaseOnGpu:
             main.wait_stream(stream)
 
     def output_bits(self, executable: AbstractExecutable) -> bytes:
-        """Poison the outputs, replay once, and return the bits of a sample of them, as bytes.
+        """Return the bits of a sample of the outputs after one replay, as bytes.
 
         The sample excludes what an all-reduce reduces in place, and what attention returns.
         """
-        for output in self._outputs:
-            output.fill_(float("nan"))
-        torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()  # other ranks write into this rank's memory as soon as they start
-        executable.launch(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        sampled = [output.flatten()[::SAMPLED_EVERY].contiguous() for output in self._outputs]
-        return b"".join(sample.view(torch.uint8).cpu().numpy().tobytes() for sample in sampled)
+        return sampled_bits(executable, self._outputs, self._outputs)
 
     def _make(self, work: Work) -> Launch:
         match work:
