@@ -9,7 +9,7 @@ verdict is UNKNOWN and the plan is empty.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
@@ -33,6 +33,7 @@ from counterpoint.value import Value
 AS_IT_IS = "as it is"
 LEAST_SHARED_S = 0.05
 """Candidates go to worker processes if the step takes this long to execute: starting them takes some tenths of a second."""
+MOST_WORKERS = 16  # there are hardly more candidates to try at once
 
 
 class Trial(Value, frozen=True, kw_only=True):
@@ -111,9 +112,13 @@ class _Bench:
             return
         from counterpoint.workers import worker_processes  # noqa: PLC0415  only long steps need it
 
-        remedy = "tune with num_workers=1"
         shared = self._step, self._machine, self._executor
-        with worker_processes(number, PlanError, remedy, _hold, *shared) as self._workers:
+        with ExitStack() as opened:
+            with suppress(OSError, NotImplementedError):  # a system without semaphores has no workers
+                pool = worker_processes(
+                    min(number, MOST_WORKERS), PlanError, "use fewer cores (taskset -c 0-3 ...)", _hold, *shared
+                )
+                self._workers = opened.enter_context(pool)
             yield
         self._workers = None
 
