@@ -132,10 +132,9 @@ def tune(
         is_described=job.traced is None,
     )
     _print_summary(job, summarize_tuning(job, tuning, origin), shown, is_json)
-    if output is not None and not is_json:
-        print(f"Plan saved to {output}.")
-    if timeline is not None and not is_json:
-        print(f"Timelines saved to {timeline}.")
+    for what, saved in (("Plan", output), ("Timelines", timeline)):
+        if saved is not None and not is_json:
+            print(f"{what} saved to {saved}.")
 
 
 @click.command(
