@@ -31,8 +31,9 @@ from counterpoint.units import format_change, format_count, format_percent, form
 from counterpoint.value import Value
 
 AS_IT_IS = "as it is"
-LEAST_SHARED_S = 0.05
-"""Candidates go to worker processes if the step takes this long to execute: starting them takes some tenths of a second."""
+LEAST_SHARED_S = 0.2
+"""Candidates go to worker processes if the first run of the step takes this long. Starting workers takes a tenth of a
+second, and later runs are shorter, because they know how long much of the work takes."""
 MOST_WORKERS = 16  # there are hardly more candidates to try at once
 
 

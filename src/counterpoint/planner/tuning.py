@@ -57,7 +57,7 @@ def tune(
     A `Step` runs on `executor` for `machine`; the default executor is the simulator, and the result is a `Tuning` that
     holds the plan. `traced`, a traced step's timeline, is used to check the executor: a gain within its error is
     UNKNOWN. A `TracedStep` holds this timeline; from it `tune` also finds how long its collectives waited for other ranks.
-    `num_workers` processes simulate candidates at once if a candidate takes 50 ms or more; the result is the same.
+    `num_workers` processes simulate candidates at once if the first simulation takes 0.2 s or more; the result is the same.
     A function without arguments is captured on the GPUs at hand, tuned by measurement, and returned with its
     plan applied; all ranks call this together. Raises `ArgumentError` for a step without a machine or for any other
     argument, and what `planner.on_gpu` raises.
