@@ -167,5 +167,5 @@ def _worth(entry: Recoverable, analysis: Analysis) -> str:
     share = f" ({format_percent(entry.recovers_us / analysis.step_us)} of the step)" if analysis.step_us > 0 else ""
     why = [f"{format_us(entry.saved_us)} of kernels become unnecessary"] if entry.saved_us else []
     if entry.recovers_us > analysis.exposed_us + entry.saved_us:
-        why.append("what exceeds exposed time is idle time, and computation that communication slows down")
+        why.append("the rest of the gain is idle time, and computation that communication slows down now")
     return "; ".join([f"{format_us(entry.recovers_us)} per step{share}, simulated", *why])
