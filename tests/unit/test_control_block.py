@@ -280,6 +280,12 @@ def test_a_carveout_leaves_an_earlier_cap_of_the_same_kernels_in_force(
     assert [*translate(Plan(directives=directives), step).rules] == [*before, joined]
 
 
+def test_of_two_carveouts_both_are_rules_and_the_report_tells_which_counts() -> None:
+    directives = [plan(Carveout(percent=percent), name="add*").directives[0] for percent in (100, 50)]
+    rules = translate(Plan(directives=tuple(directives))).rules
+    assert [(rule.dynamic_shared_bytes, rule.carveout_percent) for rule in rules] == [(0, 100), (0, 50)]
+
+
 def test_with_the_step_ordinals_become_names_and_a_plan_of_another_step_is_remarked() -> None:
     by_ordinal = plan(GREATEST, name="gemm", ordinals=(0,))
     translation = translate(msgspec.structs.replace(by_ordinal, step_name="other", step_fingerprint="0"), STEP)

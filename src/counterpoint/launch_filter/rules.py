@@ -117,7 +117,7 @@ def _with_joined_caps(rules: Sequence[FilterRule]) -> list[FilterRule]:
             cap = found[capped[kernels]]
             joined = replace(rule, dynamic_shared_bytes=cap.dynamic_shared_bytes, ctas_per_sm=cap.ctas_per_sm)
             found[capped[kernels]] = replace(cap, dynamic_shared_bytes=None, ctas_per_sm=None, carveout_percent=None)
-        if joined.dynamic_shared_bytes is not None:
+        if joined.ctas_per_sm is not None:
             capped[kernels] = len(found)
         found.append(joined)
     return [rule for rule in found if rule != FilterRule(pattern=rule.pattern, kind=rule.kind)]

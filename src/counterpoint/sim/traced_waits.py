@@ -42,8 +42,8 @@ CORRECTED = 0.7
 points of each other (traces of the validation set, 2 and 4 H200s and 2 H100s)."""
 
 LEAST_KEPT = 0.9
-"""The reader took more than this share of a kernel's traced time for its lone time, or it explained the rest otherwise: the
-kernel began at another one's tail. What the profiler costs a kernel is less than a tenth."""
+"""A kernel whose lone time is a smaller share of its traced time stays as it is: the reader found that it began at another
+one's tail. What the profiler costs a kernel is less than a tenth."""
 
 
 def with_waits(step: Step, traced: Timeline, machine: Machine) -> Step:
