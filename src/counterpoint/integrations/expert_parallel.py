@@ -82,7 +82,7 @@ def overlap(
         "Parallelize it first.",
     )
     layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
-    try:
+    with overlapped.all_or_nothing():
         for name, experts in found:
             if reason := _refusal(experts):
                 overlapped.refused[name] = reason
@@ -91,9 +91,6 @@ def overlap(
             else:
                 _take(overlapped, name, experts, options)
         overlapped.require_taken(f"No experts of {type(module).__name__}")
-    except BaseException:
-        overlapped.undo()
-        raise
     overlapped.say_obstacles()
     return overlapped
 

@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import UnionType
 from typing import Any, final
@@ -176,6 +177,15 @@ class Overlapped:
         would compile every block anew.
         """
         self.add_hook(module.register_forward_hook(shared.finish))
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo what was taken over within the block if the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def require_taken(self, none: str) -> None:
         """Raise `IntegrationError`, with the first reason, if nothing was taken; `none` names what was searched."""

@@ -76,11 +76,8 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
     """
     _check_arguments(module, schedule)
     overlapped = Overlapped(is_on=is_on)
-    try:
+    with overlapped.all_or_nothing():
         _take_linears(overlapped, module, "" if schedule is None else msgspec.json.encode(schedule).decode())
-    except BaseException:
-        overlapped.undo()
-        raise
     overlapped.say_obstacles()
     return overlapped
 
