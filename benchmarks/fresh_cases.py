@@ -48,6 +48,10 @@ TYPES = ("bf16", "fp16", "bf16", "fp8", "bf16")
 
 def cases_of(family: str, seed: int) -> Iterator[Case]:
     """The cases of a family, each named after it; a seed changes pairs, and kernels beside each other, only."""
+    if family == ON_ONE_GPU:
+        for case in drawn_side_by_side(random.Random(seed)):
+            yield replace(case, name=f"{family} {seed}: {case.name}", is_traced=True)
+        return
     found: list[tuple[str, list[Entry]]] = []
     if family == "pairs":
         family, found = f"pairs {seed}", [(case.name, list(case.entries)) for case in drawn_pairs(random.Random(seed))]
@@ -71,10 +75,6 @@ def cases_of(family: str, seed: int) -> Iterator[Case]:
             for mib in (16, 64, 160, 384):
                 exchange = CollectiveWork(collective=kind, num_bytes=mib * MIB)
                 found.append((f"{kind} {mib}", chain([Elementwise(num_bytes=4 * MIB)], exchange, 4)))
-    if family == ON_ONE_GPU:
-        for case in drawn_side_by_side(random.Random(seed)):
-            yield replace(case, name=f"{family} {seed}: {case.name}", is_traced=True)
-        return
     for name, entries in found:
         yield Case(name=f"{family}: {name}", family="pairs", entries=tuple(entries))
 

@@ -8,8 +8,8 @@ verdict is UNKNOWN and the plan is empty.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,6 +29,9 @@ from counterpoint.step import Step
 from counterpoint.timeline import AbstractExecutor, Timeline
 from counterpoint.units import format_change, format_count, format_percent, format_us
 from counterpoint.value import Value
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 AS_IT_IS = "as it is"
 LEAST_SHARED_S = 0.2

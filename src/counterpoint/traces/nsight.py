@@ -131,6 +131,7 @@ class _Database:
             "--cuda-graph-trace=node and export again.",
         )
         num_processes = len({each for each, _ in found})
+        note = f"The trace holds {num_processes} processes that use GPUs; only the busiest was read."
         operations = found[process, device]
         calls, waits = self.calls(process, device)
         beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
@@ -151,8 +152,7 @@ class _Database:
             world_size=None,
             nccl_version=None,
             host_waits=waits,
-            notes=(f"The trace holds {num_processes} processes that use GPUs; only the busiest was read.",)
-            * (num_processes > 1),
+            notes=(note,) if num_processes > 1 else (),
             is_by_torch=False,
         )
         return assemble(trace, operations, calls, operators, None)
@@ -210,7 +210,7 @@ class _Database:
         for start, end, thread, correlation, name_id in self.rows(
             CALLS, ("start", "end", "globalTid", "correlationId", "nameId")
         ):
-            if not _are_numbers(start, end, thread) or (process and thread >> PROCESS_BITS != process >> PROCESS_BITS):
+            if not _is_of(process, start, end, thread):
                 continue
             name = intern(_VERSION.sub("", self.names.get(name_id, "")))
             if name.endswith("Synchronize"):
@@ -238,9 +238,7 @@ class _Database:
         ranges: list[Range] = []
         for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
             name = text or self.names.get(text_id, "")
-            if not name or not end or not _are_numbers(start, end, thread):
-                continue
-            if process and thread >> PROCESS_BITS != process >> PROCESS_BITS:
+            if not name or not end or not _is_of(process, start, end, thread):
                 continue
             ranges.append((start / 1e3, end / 1e3, thread, name))
         steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
@@ -266,9 +264,11 @@ class _Database:
         return operators, tuple((start, end) for start, end, *_ in steps)
 
 
-def _are_numbers(*cells: object) -> bool:
-    """Return whether cells hold what their columns are for; a call or a range without its times or thread is left out."""
-    return all(isinstance(cell, int) for cell in cells)
+def _is_of(process: int, start: object, end: object, thread: object) -> bool:
+    """Return whether a call or a range has times, and a thread of the process, or any thread if the process is unknown."""
+    if not (isinstance(start, int) and isinstance(end, int) and isinstance(thread, int)):
+        return False
+    return not process or thread >> PROCESS_BITS == process >> PROCESS_BITS
 
 
 def _steps(ranges: Sequence[Range]) -> list[Range]:

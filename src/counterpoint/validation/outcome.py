@@ -92,8 +92,10 @@ def _origin_outcome(origin: Origin, rows: Sequence[PredictedRow]) -> OriginOutco
 
 def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path, machine: Machine) -> Step | None:
     """Return the step that predictions of this origin start from; None if the case has none."""
-    if origin != "traces":
-        return _launched_step(origin, case, measured)
+    if origin == "captured steps":
+        return _as_captured(measured)
+    if origin == "sizes alone":
+        return described_step(case, as_read_today(measured.step))
     if measured.trace is None:
         return None
     traced = read_trace(trace_path(path, measured.trace))
@@ -101,14 +103,8 @@ def _step_of(origin: Origin, case: Case, measured: MeasuredCase, path: Path, mac
     return with_waits(traced.step, traced.timeline, machine)
 
 
-def _launched_step(origin: Origin, case: Case, measured: MeasuredCase) -> Step:
-    """Return a case's step as it was captured, or as its sizes describe it."""
-    if origin == "sizes alone":
-        return described_step(case, as_read_today(measured.step))
-    return _as_captured(measured)
-
-
 def _as_captured(measured: MeasuredCase) -> Step:
+    """Return a case's step as it was captured."""
     return msgspec.structs.replace(as_read_today(measured.step), is_timed_in_bursts=True)
 
 
