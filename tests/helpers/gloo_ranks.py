@@ -102,21 +102,10 @@ def _serve_launchers(listening: socket.socket) -> None:
 
 def _launch(asked: dict[str, Any]) -> int:
     """Run the ranks of a launcher, with its streams, and return its status."""
-    (script, *arguments), num_ranks = asked["words"], asked["num_ranks"]
-    found = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    output, errors = (f"/proc/{asked['launcher']}/fd/{number}" for number in (1, 2))
-    ranks = [
-        {
-            "job": script,
-            "arguments": arguments,
-            "environment": asked["environment"] | found | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            "output": output,
-            "errors": errors,
-        }
-        for rank in range(num_ranks)
-    ]
+    environment = asked["environment"] | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    streams = [[f"/proc/{asked['launcher']}/fd/{number}" for number in (1, 2)]] * asked["num_ranks"]
     try:
-        return max(map(abs, _statuses(ranks, LAUNCHED_LIMIT_S)))
+        return max(map(abs, _statuses(asked["words"], environment, streams, LAUNCHED_LIMIT_S)))
     except TimeoutError:
         return 1
 
@@ -127,28 +116,30 @@ def run_ranks(job: str, num_ranks: int, *arguments: str, folder: Path, limit_s: 
     environment = {
         **os.environ,
         "PYTHONPATH": path,
-        "WORLD_SIZE": str(num_ranks),
         "MEETING_FILE": str(folder / "meeting"),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    files = [[str(folder / f"{name} of rank {rank}") for name in ("output", "errors")] for rank in range(num_ranks)]
+    statuses = _statuses([str(JOBS / f"{job}.py"), *arguments], environment, files, limit_s)
+    texts = [[Path(each).read_text(encoding="utf-8") for each in pair] for pair in files]
+    return [Ended(status, *pair) for status, pair in zip(statuses, texts, strict=True)]
+
+
+def _statuses(words: list[str], environment: dict[str, str], streams: list[list[str]], limit_s: float) -> list[int]:
+    """Run a script and its arguments on a rank for each pair of streams, the files for output and errors. Returns how each
+    rank ended. Raises `TimeoutError`, and kills the ranks that have not ended.
+    """
     asked = [
         {
-            "job": str(JOBS / f"{job}.py"),
-            "arguments": arguments,
-            "environment": {**environment, "RANK": str(rank)},
-            "output": str(folder / f"output of rank {rank}"),
-            "errors": str(folder / f"errors of rank {rank}"),
+            "job": words[0],
+            "arguments": words[1:],
+            "environment": {**environment, "WORLD_SIZE": str(len(streams)), "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            "output": output,
+            "errors": errors,
         }
-        for rank in range(num_ranks)
+        for rank, (output, errors) in enumerate(streams)
     ]
-    statuses = _statuses(asked, limit_s)
-    files = [[Path(each[name]).read_text(encoding="utf-8") for name in ("output", "errors")] for each in asked]
-    return [Ended(status, *texts) for status, texts in zip(statuses, files, strict=True)]
-
-
-def _statuses(asked: list[dict[str, Any]], limit_s: float) -> list[int]:
-    """Run the ranks that are asked for, and return how each ended. Raises `TimeoutError` and kills those that do not."""
     servers = [server(number) for number in range(min(len(asked), NUM_SERVERS))]
     for each in servers:
         each.wait_until_ready()

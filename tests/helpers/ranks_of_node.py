@@ -4,11 +4,9 @@ import contextlib
 import random
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 TORCH = ("torch.distributed", "torch._dynamo")  # the second one takes longer, and the start-up hook needs it
-TRAINING = (*TORCH, "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
 PORTS = range(20_000, 32_000)
 SCRIPT = Path(__file__).parent / "jobs" / "ranks_of_node.py"
 
@@ -31,11 +29,9 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def ranks_of_node(
-    num_ranks: int = 2, *, node: int = 0, num_nodes: int = 1, port: int | None = None, imports: Sequence[str] = TORCH
-) -> list[str]:
+def ranks_of_node(num_ranks: int = 2, *, node: int = 0, num_nodes: int = 1, port: int | None = None) -> list[str]:
     """The command's first words, before a script and its arguments; nodes of one job have a port in common. Ranks are forks
-    of a process with these imports.
+    of a process that has imported torch.
     """
     numbers = [node, num_nodes, num_ranks, port or free_port()]
-    return [sys.executable, str(SCRIPT), *map(str, numbers), ",".join(imports)]
+    return [sys.executable, str(SCRIPT), *map(str, numbers), ",".join(TORCH)]

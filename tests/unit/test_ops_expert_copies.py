@@ -446,17 +446,18 @@ def test_a_rank_without_room_for_results_leaves_no_rank_with_memory_for_rows(
     assert reserving._pool.num_bytes() + reserving._results.pool.num_bytes() == 0
 
 
+@pytest.mark.parametrize("third", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
 @pytest.mark.parametrize("is_one_queue", [False, True], ids=["streams", "one queue"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_no_rank_writes_what_another_still_reads_in_any_order_of_streams(
-    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_one_queue: bool
+    copies: Any, monkeypatch: pytest.MonkeyPatch, num_ranks: int, is_one_queue: bool, third: int
 ) -> None:
     kernels = ModuleType("counterpoint.ops.expert_kernels")
     kernels.Sending = kernels.FirstExperts = MagicMock()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
     layouts = importlib.import_module("counterpoint.schedule.expert_layout")
     block_copies = importlib.import_module("counterpoint.ops.block_copies")
-    for seed in range(120 // num_ranks):
+    for seed in range(third, 360 // num_ranks, 3):
         chance = random.Random(seed)
         streams = Streams(num_ranks, is_one_queue=is_one_queue)
         ranks = [ModelledRank(copies, streams, rank) for rank in range(num_ranks)]

@@ -200,12 +200,18 @@ def test_a_node_that_nobody_supervises_is_named_as_well(driver: Path, tmp_path: 
     assert "Start `counterpoint run` on each node" in line
 
 
-def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(driver: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("per_node", "lost", "left"),
+    [(1, "rank 2", ("0", "1")), pytest.param(2, "ranks 4-5", ("0-1", "2-3"), marks=pytest.mark.slow)],
+)
+def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(
+    per_node: int, lost: str, left: tuple[str, ...], driver: Path, tmp_path: Path
+) -> None:
     """Under static rendezvous; nobody hangs, and the nodes that are left prove what took effect on them."""
     port = free_port()
     job = [JOB, driver, "--steps", "1000000", "--began", tmp_path / "rank"]
-    commands = [[*torchrun(NUM_NODES, 1, *static(node, port)), *job] for node in range(NUM_NODES)]
-    everyone = range(NUM_NODES)
+    commands = [[*torchrun(NUM_NODES, per_node, *static(node, port)), *job] for node in range(NUM_NODES)]
+    everyone = range(NUM_NODES * per_node)
     with Nodes(tmp_path, supervised(("--plan", priority_plan(tmp_path)), commands)) as nodes:
         deadline = time.monotonic() + LIMIT_S
         while not all((tmp_path / f"rank{rank}").exists() for rank in everyone):
@@ -215,8 +221,8 @@ def test_a_plan_reaches_all_nodes_and_a_lost_one_is_named_in_one_line(driver: Pa
         statuses, errors = nodes.end()
     assert all(statuses[:-1]), "torchrun says that ranks failed"
     (line,) = [line for line in own_lines(errors[:-1]) if "heard of" in line]
-    assert "rank 2 (host " in line
+    assert f"{lost} (host " in line
     assert "lost, or ended without a word" in line
     assert [(tmp_path / f"rank{rank}").read_text() for rank in everyone] == ["-5"] * len(everyone), "as the driver got it"
     rows = [line.split() for text in errors[:-1] for line in text.splitlines() if line.startswith("priority")]
-    assert sorted((row[3], row[-1]) for row in rows) == [(rank, "verified") for rank in ("0", "1")], errors
+    assert sorted((row[3], row[-1]) for row in rows) == [(ranks, "verified") for ranks in left], errors
