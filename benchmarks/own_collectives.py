@@ -1,10 +1,11 @@
 """Collectives that a job calls itself, alone and beside a matmul that does not need them: NCCL's, and by copies.
 
     torchrun --nproc-per-node 2 -m benchmarks.own_collectives -o results.json
+    torchrun --nproc-per-node 2 -m benchmarks.own_collectives --mib 1 2 4 8 --calls 40 -o small.json
 
 A rank sends a block of `mib_of_block` MiB to every other rank, and in an all-reduce two. Beside a matmul (8192^3, bf16) the
 collective is asynchronous, and the stream waits for it after the matmul. The variants take turns in balanced order. A time
-is the GPU's per call on the slowest rank, where ten calls follow each other and the host issues them ahead.
+is the GPU's per call on the slowest rank, where `--calls` calls follow each other and the host issues them ahead.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from counterpoint.units import MIB
 
 MIB_OF_BLOCKS = (16, 32, 64, 128, 256)
 WIDTH = 8192  # of the matmul
-CALLS, WARM_UP_CALLS = 10, 4  # a call is recorded at the third sighting
+WARM_UP_CALLS = 4  # a call is recorded at the third sighting
 Variant = tuple[str, str, bool]  # the kind, where it runs, and whether by copies
 
 
@@ -46,35 +47,37 @@ def beside(call: Callable[[bool], object], multiply: Callable[[], object]) -> No
     work.wait()  # type: ignore[attr-defined]
 
 
-def time_of(call: Callable[[], object]) -> float:
-    """GPU time of one of several calls in a row, in us, on this rank."""
+def time_of(call: Callable[[], object], num_calls: int) -> float:
+    """GPU time of one of `num_calls` calls in a row, in us, on this rank."""
     for _ in range(WARM_UP_CALLS):
         call()
     torch.cuda.synchronize()
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(CALLS * SPIN_CYCLES)  # while the host issues them
+    torch.cuda._sleep(num_calls * SPIN_CYCLES)  # while the host issues them
     begun.record()
-    for _ in range(CALLS):
+    for _ in range(num_calls):
         call()
     ended.record()
     torch.cuda.synchronize()
-    return float(begun.elapsed_time(ended)) / CALLS * 1000
+    return float(begun.elapsed_time(ended)) / num_calls * 1000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=MIB_OF_BLOCKS, metavar="MIB", help="sizes of a block")
+    parser.add_argument("--calls", type=int, default=10, help="calls in a row")
     options = join_with_options(parser, limit_s=200, rounds=6)
     multiply = partial(torch.mm, *(torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)))
-    replaced = collectives.replace(is_on=False)
+    replaced = collectives.replace(is_on=False, least_part_bytes=min(options.mib) * MIB)
 
     def measured(call: Callable[[], object], *, is_on: bool = False) -> float:
         replaced.use(is_on)
-        own_us = time_of(call)
+        own_us = time_of(call, options.calls)
         replaced.use(False)
         return float(largest([own_us])[0])
 
     results: list[object] = []
-    for mib in MIB_OF_BLOCKS:
+    for mib in options.mib:
         calls = {
             (kind, place): each
             for kind, call in calls_of(mib).items()
