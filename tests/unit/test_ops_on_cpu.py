@@ -82,8 +82,9 @@ def test_a_call_that_cannot_be_made_is_one_line_on_every_rank_and_the_next_call_
         "rows in parts": "all_gather_matmul takes a whole number as num_rows; found a value of type float",
         "no memory": "Rank 1 of the group: Operators run on GPUs and CPUs; found a tensor on 'meta'. Move it",
         "no group": "found a value of type int. Pass what new_group() or a mesh's get_group() returns",
-        "truth values": "all_gather_matmul multiplies by torch.mm, which does not support torch.bool on this device",
-        "eight bits": "matmul_all_reduce multiplies by torch.mm, which does not support torch.float8_e4m3fn on this device.",
+        "truth values": "all_gather_matmul does not multiply torch.bool on this device",
+        "complex numbers": "matmul_reduce_scatter does not multiply torch.complex64 on this device.",
+        "eight bits": "matmul_all_reduce does not multiply torch.float8_e4m3fn on this device.",
         "no rows": "Rank 0 of the group: matmul_reduce_scatter: num_rows must be from 1 to",
     }
     for lines in lines_of(run_ranks("operator_faults_on_cpu", 2, "faults", folder=tmp_path)):

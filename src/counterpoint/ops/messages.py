@@ -111,8 +111,9 @@ class CompiledMessages(AbstractCompiledSchedule):
 
     def _message(self, act: object, rows: torch.Tensor, peer: int, tag: int) -> None:
         group = self._transport.group
+        # a flat view first: torch calls rows of one column contiguous whatever their last stride, and then has no bytes of them
+        as_bytes = (rows.contiguous() if act is dist.send else rows).view(-1).view(torch.uint8)
         try:
-            as_bytes = rows.contiguous().view(torch.uint8) if act is dist.send else rows.view(torch.uint8)
             with self._transport.watchdog.waiting():
                 act(as_bytes, dist.get_global_rank(group, peer), group, tag)  # type: ignore[operator]
         except RuntimeError as problem:

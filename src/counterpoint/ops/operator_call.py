@@ -222,7 +222,7 @@ def _problem_of(operation: Operation, left: torch.Tensor, weight: torch.Tensor) 
         return problem
     if not _is_multiplied(left):
         return (
-            f"{operation} multiplies by torch.mm, which does not support {left.dtype} on this device. Convert both operands."
+            f"{operation} does not multiply {left.dtype} on this device. Convert both operands to another type."
         )
     if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
         shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
@@ -231,13 +231,13 @@ def _problem_of(operation: Operation, left: torch.Tensor, weight: torch.Tensor) 
 
 
 def _is_multiplied(matrix: torch.Tensor) -> bool:
-    """Return whether torch.mm supports matrices of that type: no floating-point types of 8 bits or fewer, and on GPUs no
-    integers.
+    """Return whether operators multiply matrices of that type: no floating-point types of 8 bits or fewer, no complex ones,
+    whose gradients are conjugated, and on GPUs no integers.
     """
     dtype = matrix.dtype
     if dtype.is_floating_point:
         return bool(dtype.itemsize > 1)
-    return bool(dtype.is_complex or (dtype != torch.bool and not matrix.is_cuda))
+    return bool(dtype != torch.bool and not dtype.is_complex and not matrix.is_cuda)
 
 
 def group_size(group_name: str) -> int:

@@ -52,6 +52,7 @@ def faults() -> None:
         "no memory": lambda: ops.all_gather_matmul(*(each.to("meta" if rank else "cpu") for each in (shard, weight))),
         "no group": lambda: ops.all_gather_matmul(shard, weight, 2),
         "truth values": lambda: ops.all_gather_matmul(shard.bool(), weight.bool()),
+        "complex numbers": lambda: ops.matmul_reduce_scatter(shard.cfloat(), weight.cfloat()),
         "eight bits": lambda: ops.matmul_all_reduce(*(each.to(torch.float8_e4m3fn) for each in (shard, weight))),
     }
     for name, call in calls.items():

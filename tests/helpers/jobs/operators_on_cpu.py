@@ -133,6 +133,9 @@ def data_types() -> None:
         assert not left.is_contiguous()
         assert_close(operator(left, weight, schedule=D(chunks=2), **keywords(name, 24)), wanted, (name, "strided"))
         report(name)
+    column = torch.arange(6.0).view(2, 3).t()[:, :1]  # torch calls it contiguous, although its last stride is 3
+    gathered = ops.all_gather_matmul(column, torch.ones(1, 2), schedule=D(chunks=1))
+    assert torch.equal(gathered, column.expand(3, 2).repeat(dist.get_world_size(), 1))
 
 
 def gradients() -> None:
