@@ -240,3 +240,34 @@ def test_ranks_are_aligned_through_others() -> None:
 
     assert dict(analysis.clock_offsets_us) == pytest.approx({0: 0.0, 1: 70.0, 2: -30.0})
     assert any("Rank 3 shares no collective with rank 0" in problem for problem in analysis.problems)
+
+
+def test_steps_of_a_regular_job_are_told_apart_by_the_profilers_clock() -> None:
+    random = Random(5)
+
+    def rank(number: int, first_step: int, origin_us: float) -> RankAnalysis:
+        ends = [1000.0 * step + 100 * place for step in range(first_step, 12) for place in range(4)]
+        own = [traced(number, n, end - 60 - origin_us, end + jitter[end] * number - origin_us) for n, end in enumerate(ends)]
+        return rank_of(number, own, origin_us=origin_us)
+
+    jitter = {1000.0 * step + 100 * place: random.uniform(0, 12) for step in range(12) for place in range(4)}
+    shared, _ = match_collectives([rank(0, 0, 0.0), rank(1, 5, 5000.0)])
+    assert {other.group_number - one.group_number for one, other in (each.members for each in shared)} == {-20}
+    assert len(shared) == 28
+
+
+def test_broadcasts_that_end_far_apart_do_not_hide_the_other_collectives() -> None:
+    ends = [1000.0 * n + Random(n).uniform(0, 300) for n in range(60)]
+    kinds = ["broadcast"] * 25 + ["all_reduce"] * 35
+    root = [traced(0, n, end - 90, end, collective=kind) for n, (end, kind) in enumerate(zip(ends, kinds, strict=True))]
+    apart = [Random(n).uniform(200, 900) if kind == "broadcast" else 3.0 for n, kind in enumerate(kinds)]
+    other = [traced(1, n, c.start_us, c.end_us + apart[n], collective=c.collective) for n, c in enumerate(root)]
+    shared, problems = match_collectives([rank_of(0, root), rank_of(1, other)])
+    assert (len(shared), problems) == (60, ())
+
+
+def test_ranks_on_different_gpus_that_share_nothing_are_of_different_jobs() -> None:
+    first, second = job(2, 30, seed=1)[0][0], job(2, 30, seed=2)[0][1]
+    mixed = [replace(first, device_name="NVIDIA H100"), replace(second, device_name="NVIDIA A100")]
+    assert "rank0.json is from 'NVIDIA H100' and rank1.json from 'NVIDIA A100'" in combine(mixed).untrusted
+    assert combine([first, second]).untrusted == ""

@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from counterpoint import workers
-from counterpoint.cli.ranks_of_job import _each_rank
+from counterpoint.analysis.combine import combine
+from counterpoint.analysis.values import RankWaits
+from counterpoint.cli.ranks_of_job import _each_rank, _setting_the_pace
 from helpers.command import TRACES, counterpoint, refusal
 from helpers.inspector_builder import record, write_log
+from helpers.rank_builder import rank_of, traced
 
 DDP = [str(TRACES / f"ddp.rank{rank}.json.gz") for rank in (0, 1)]
 
@@ -186,3 +190,15 @@ def test_a_kernel_that_the_machine_cannot_run_leaves_out_only_what_is_simulated(
     assert "of the step is exposed communication" in said
     assert "What can be recovered is not known: Operation" in said
     assert "limited by shared_memory" in said
+
+
+def test_a_rank_of_which_few_collectives_were_matched_does_not_set_the_pace() -> None:
+    def waits(rank: int, mean_us: float, number: int) -> RankWaits:
+        return RankWaits(
+            rank=rank, waited_us=mean_us * number, mean_us=mean_us, times_last=0, times_first=0, num_collectives=number
+        )
+
+    found = combine([rank_of(rank, [traced(rank, 0, 10.0, 900.0)]) for rank in range(3)])
+    few, least = waits(1, 90.0, 8), waits(2, 80.0, 64)
+    assert _setting_the_pace(replace(found, waits=(waits(0, 400.0, 64), few, least)), "rank0.json") == "rank2.json"
+    assert _setting_the_pace(replace(found, waits=(waits(0, 80.0, 64), few, least)), "rank0.json") == "rank0.json"

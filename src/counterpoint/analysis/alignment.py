@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations
 
 from counterpoint.analysis.coincidence import ERROR_PER_DURATION
-from counterpoint.analysis.matching import SharedCollective
+from counterpoint.analysis.matching import SharedCollective, ending_together
 from counterpoint.analysis.values import RankAnalysis
 from counterpoint.units import US_PER_S, format_us
 from counterpoint.value import Value
 
 LEAST_ERROR_US = 1.0  # a microsecond between the ends of the shortest collectives
 LEAST_FOR_DRIFT = 9  # shared collectives: at least three in a third
-SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # the root or a sender may end before others do
 
 Difference = tuple[float, float, float]  # a time on the rank's clock, what to add to it, and the possible error of that
 
@@ -45,7 +44,7 @@ def align_clocks(
     """
     if not ranks:
         return {}, ()
-    usual = [c for c in shared if c.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
+    usual = ending_together(shared)
     counts = _num_shared(usual)
     reference = max((analysis.rank for analysis in ranks), key=lambda rank: (len(_joined(counts, rank)), -rank))
     clocks = {reference: RankClock()}

@@ -1,6 +1,6 @@
 """Describes what a rank did before each collective, to explain why other ranks waited for it.
 
-The period described begins at the end of the rank's previous collective of the same group.
+The period described begins at the end of the rank's previous collective of the same group, or of the trace if there is none.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,16 +26,23 @@ def describe_arrivals(timed: TimedTrace, roles: tuple[Role, ...], found: RankCol
     for number, members in enumerate(found.members):
         group = found.values[number].process_group
         start = timed.starts[members.operations[0]]
-        begin = max(ended.get(group, 0), start - LONGEST_STRETCH_NS)
+        since = "since its last collective of the group" if group in ended else "since the trace began"
+        begin = ended.get(group, 0)
+        if begin < start - LONGEST_STRETCH_NS:
+            begin, since = start - LONGEST_STRETCH_NS, "before it"
         first, last = bisect_left(starts, begin), bisect_right(starts, start)
-        words.append(_words(timed, computation[first:last], begin, members.operations[0]))
+        words.append(_words(timed, computation[first:last], (begin, since), members.operations[0]))
         last_end = max(timed.ends[index] for index in members.operations)
         ended[group] = max(ended.get(group, 0), last_end)
     return words
 
 
-def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) -> str:
-    """Return one clause: how long the rank computed, and mostly what; and if the host issued the collective late."""
+def _words(timed: TimedTrace, computation: list[int], period: tuple[int, str], index: int) -> str:
+    """Return one clause: how long the rank computed, and mostly what; and if the host issued the collective late.
+
+    `period` is when what is described begins, and that in words.
+    """
+    begin, since = period
     start, launch = timed.starts[index], timed.launches[index]
     stretch = start - begin
     if stretch <= 0:
@@ -47,7 +54,7 @@ def _words(timed: TimedTrace, computation: list[int], begin: int, index: int) ->
         busy[timed.trace.operations[other].name] += max(0, end - timed.starts[other])
         covered += max(0, end - max(timed.starts[other], reached))
         reached = max(reached, end)
-    said = f"computed for {format_ns(covered)} of the {format_ns(stretch)} since its last collective of the group"
+    said = f"computed for {format_ns(covered)} of the {format_ns(stretch)} {since}"
     if busy:
         name, time = busy.most_common(1)[0]
         said += f", mostly {short_name(name)} ({format_ns(time)})"

@@ -23,8 +23,14 @@ MOST_APART = 0.85
 # would be by the offset of other collectives. An all-to-all of another layer is more than 10 errors away.
 USUALLY_FROM_OFFSET = 1.0
 MOST_FROM_OFFSET = 2.0
+SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # the root or a sender may end before others do
 
 Pairs = list[tuple[int, int]]
+
+
+def telling(first: Sequence[TracedCollective], run: Pairs) -> Pairs:
+    """Return the pairs of collectives that end on all ranks together; all pairs if there are none."""
+    return [pair for pair in run if first[pair[0]].collective not in SELDOM_ENDING_TOGETHER] or run
 
 
 def distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:
@@ -48,6 +54,7 @@ def do_coincide(
     first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs, distance_us: float | None = None
 ) -> bool:
     """Return whether ends lie as close as those of shared collectives, and as far apart as the neighboring clocks do."""
+    run = telling(first, run)
     if distance_us is not None:
         apart_us, errors = distances(first, second, run), _errors(first, second, run)
         if abs(median(apart_us) - distance_us) > 2 * max(errors):
@@ -73,10 +80,13 @@ def _mostly_apart(apart: Sequence[float]) -> float:
 
 def trimmed(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> Pairs:
     """Return the run without accidental matches at its ends, where the difference of ends is not that of the next pair."""
-    apart = steps_apart(first, second, run)
-    low, high = 0, len(run)
+    told = telling(first, run)
+    apart = steps_apart(first, second, told)
+    low, high = 0, len(told)
     while high - low > 1 and apart[low] > 2 * MOST_APART:
         low += 1
     while high - low > 1 and apart[high - 2] > 2 * MOST_APART:
         high -= 1
-    return run[low:high]
+    begin = run.index(told[low]) if low else 0
+    end = run.index(told[high - 1]) + 1 if high < len(told) else len(run)
+    return run[begin:end]

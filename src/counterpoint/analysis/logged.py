@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.alignment import SELDOM_ENDING_TOGETHER
+from counterpoint.analysis.coincidence import SELDOM_ENDING_TOGETHER
 from counterpoint.analysis.membership import belonging, describe_missing, missing_ranks
 from counterpoint.analysis.sizes import collective_sizes
 from counterpoint.analysis.values import Analysis, CollectiveSize, Headline, RankAnalysis, TracedCollective, label_of

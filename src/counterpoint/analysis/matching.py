@@ -2,9 +2,9 @@
 
 Profilers start and stop at different calls, and may lose events. So the sequences of a group are aligned at their longest
 run of equal entries. Because steps repeat, many shifts may give long runs; the right one is the shift with which the ends of
-the collectives coincide, up to the offset of the clocks. Groups that share ranks share that offset, and ranks of one node
-have none: in a very regular job nothing else tells one step from the next. Collectives that do not match are left out and
-named.
+the collectives coincide, up to the offset of the clocks. Groups that share ranks share that offset, and profilers of one
+node mostly have none: in a very regular job nothing else tells one step from the next. Collectives that do not match are
+left out and named.
 """
 
 from collections import Counter
@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from statistics import median
 
-from counterpoint.analysis.coincidence import LEAST_RUN, Pairs, distances, do_coincide, steps_apart, trimmed, usually_apart
+from counterpoint.analysis.coincidence import (
+    LEAST_RUN,
+    SELDOM_ENDING_TOGETHER,
+    Pairs,
+    distances,
+    do_coincide,
+    steps_apart,
+    telling,
+    trimmed,
+    usually_apart,
+)
 from counterpoint.analysis.values import RankAnalysis, TracedCollective
 from counterpoint.errors import shown_path
 from counterpoint.units import format_count, format_numbered
@@ -35,11 +45,16 @@ class SharedCollective(Value, frozen=True, kw_only=True):
     members: tuple[TracedCollective, ...]
 
 
+def ending_together(shared: Sequence[SharedCollective]) -> Sequence[SharedCollective]:
+    """Return the collectives that end on all ranks together; all if there are none."""
+    return [each for each in shared if each.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
+
+
 def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollective, ...], tuple[str, ...]]:
     """Return collectives that all present ranks of their group ran, in the first rank's order, and notes on the others."""
     shared: list[SharedCollective] = []
     problems: list[str] = []
-    apart = ClocksApart()
+    apart = ClocksApart({each.rank: each.origin_us for each in ranks if each.origin_us is not None})
     groups = [entry for entry in _groups(ranks).items() if len(entry[1]) > 1]
     groups.sort(key=lambda entry: _certainty(entry[1]), reverse=True)
     for is_last in (False, True):
@@ -78,9 +93,13 @@ def _certainty(sequences: Mapping[int, Sequence[TracedCollective]]) -> tuple[boo
 
 
 class ClocksApart:
-    """By how much ranks' clocks differ, as far as matched collectives show it."""
+    """By how much ranks' clocks differ, as far as matched collectives show it.
 
-    def __init__(self) -> None:
+    `origins` says when each rank's times begin by its profiler's clock.
+    """
+
+    def __init__(self, origins: Mapping[int, float]) -> None:
+        self._origins = origins
         self._known: dict[int, dict[int, float]] = {}
 
     def learn(self, matched: Sequence[SharedCollective]) -> None:
@@ -90,7 +109,8 @@ class ClocksApart:
         first, *others = matched[0].members
         for place, other in enumerate(others, 1):
             if self.us(first.rank, other.rank) is None:
-                apart_us = median(each.members[0].end_us - each.members[place].end_us for each in matched)
+                told = ending_together(matched)
+                apart_us = median(each.members[0].end_us - each.members[place].end_us for each in told)
                 self._known.setdefault(first.rank, {})[other.rank] = apart_us
                 self._known.setdefault(other.rank, {})[first.rank] = -apart_us
 
@@ -105,12 +125,20 @@ class ClocksApart:
                     left.append(near)
         return found.get(other)
 
+    def likely_us(self, rank: int, other: int) -> float | None:
+        """Return what `us` does or, where it is unknown, what it is if the profilers of both ranks use one clock."""
+        known_us = self.us(rank, other)
+        if known_us is not None or rank not in self._origins or other not in self._origins:
+            return known_us
+        return self._origins[other] - self._origins[rank]
+
 
 def find_stranger(ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollective]) -> str:
     """Return in one sentence which rank cannot be of the others' job; empty if none is known to be of another.
 
-    Such a rank shares no collective with any other, and in a process group whose ranks are known it ran other kinds and
-    sizes than another rank: a group's ranks run the same ones, in whichever steps they were profiled.
+    Such a rank shares no collective with any other. In a process group whose ranks are known it ran other kinds and sizes
+    than another rank, although a group's ranks run the same ones in whichever steps they were profiled; or its GPU is of
+    another kind.
     """
     met = {member.rank for each in shared for member in each.members}
     paths = {analysis.rank: shown_path(analysis.path) for analysis in ranks}
@@ -123,6 +151,13 @@ def find_stranger(ranks: Sequence[RankAnalysis], shared: Sequence[SharedCollecti
                     f"{paths[rank]} and {paths[other]} are of ranks {rank} and {other}, which ran different collectives in "
                     f"{_named((name, members, size))}, so they are not of one job. Give the traces of one job."
                 )
+    for one, another in combinations(ranks, 2):
+        gpus = (one.device_name, another.device_name)
+        if not {one.rank, another.rank} <= met and None not in gpus and gpus[0] != gpus[1]:
+            return (
+                f"{paths[one.rank]} is from '{gpus[0]}' and {paths[another.rank]} from '{gpus[1]}', and they share no "
+                "collective, so they are not of one job. Give the traces of one job."
+            )
     return ""
 
 
@@ -180,7 +215,7 @@ def _best_base(sequences: Mapping[int, Sequence[TracedCollective]], apart: Clock
     best: tuple[int, dict[int, Pairs]] = (min(sequences), {})
     for base in sorted(sequences):
         pairs = {
-            rank: match_sequences(sequences[base], sequences[rank], apart.us(base, rank))
+            rank: match_sequences(sequences[base], sequences[rank], apart.likely_us(base, rank))
             for rank in sorted(sequences)
             if rank != base
         }
@@ -224,7 +259,7 @@ def match_sequences(
 ) -> Pairs:
     """Return pairs of places in two ranks' sequences of one group that are one collective, ascending; empty if none fit.
 
-    `apart_us` is the first clock less the second if other groups show it. Of shifts that fit, the one that agrees is taken.
+    `apart_us` is the first clock less the second, as far as it is known. Of shifts that fit, the one that agrees is taken.
     """
     pairs: Pairs = []
     left: list[tuple[Bounds, Bounds, float | None]] = [((0, len(first)), (0, len(second)), None)]
@@ -238,7 +273,8 @@ def match_sequences(
             continue
         run = [(i + low, j + other_low) for i, j in run]
         pairs += run
-        near, far = (median(distances(first, second, part)) for part in (run[:NEAR], run[-NEAR:]))
+        told = telling(first, run)
+        near, far = (median(distances(first, second, part)) for part in (told[:NEAR], told[-NEAR:]))
         left.append(((low, run[0][0]), (other_low, run[0][1]), near))
         left.append(((run[-1][0] + 1, high), (run[-1][1] + 1, other_high), far))
     is_by_chance = _num_conflicts(pairs, len(first), len(second)) > MOST_CONFLICTS * len(pairs)
@@ -282,7 +318,7 @@ def _best_run(first: Sequence[TracedCollective], second: Sequence[TracedCollecti
     shortest = 1 if distance_us is not None else min(LEAST_RUN, len(first), len(second))
     least = max(shortest, LEAST_SHARE * max(map(len, runs), default=0))
     fitting = [run for run in runs if len(run) >= least and do_coincide(first, second, run, distance_us)]
-    apart = [usually_apart(steps_apart(first, second, run)) for run in fitting]
+    apart = [usually_apart(steps_apart(first, second, telling(first, run))) for run in fitting]
     close = [run for run, usual in zip(fitting, apart, strict=True) if usual <= 2 * min(apart) + APART_BY_CHANCE]
     return trimmed(first, second, _followed(max(close, key=len), tokens, others)) if close else []
 

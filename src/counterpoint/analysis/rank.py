@@ -77,6 +77,7 @@ def _analyze(timed: TimedTrace, found_windows: RankWindows) -> RankAnalysis:
         rank=trace.rank or 0,
         world_size=trace.world_size,
         device_name=trace.device_name,
+        origin_us=timed.origin_us,
         num_operations=len(trace.operations),
         steps=steps,
         collectives=_described(timed, roles, found, exposed),

@@ -199,7 +199,8 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
 
     `shown_step` is the representative (median steady) step; `lanes` are its operations, at most some ten thousand.
     `problems` state what is unknown, one sentence each; `notes` are further remarks. `untrusted` is the problem that makes
-    all figures wrong, if there is one.
+    all figures wrong, if there is one. Times count from the first GPU operation, which began at `origin_us` by the
+    profiler's clock, if that is known.
     """
 
     path: str
@@ -207,6 +208,7 @@ class RankAnalysis(Value, frozen=True, kw_only=True):
     source: Literal["trace", "inspector"] = "trace"
     world_size: int | None = None
     device_name: str | None = None
+    origin_us: float | None = None
     num_operations: int = 0
     steps: tuple[StepFigures, ...] = ()
     collectives: tuple[TracedCollective, ...] = ()

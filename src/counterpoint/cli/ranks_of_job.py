@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 UNNAMED = -1  # the rank is unknown
 LEAST_WAIT = 0.01  # of a rank's steps: a smaller difference of waits changes what can be recovered by no more than that
+LEAST_MATCHED = 0.5  # of the collectives of the rank with most: with fewer, its waits say little
 RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,6})")
 
 
@@ -91,9 +92,10 @@ def _job_of_ranks(traces: Sequence[str], machine_name: str | None, show: Callabl
 
 def _setting_the_pace(found: "Analysis", first: str) -> str:
     """Return the trace of the rank that waits least for others: the first trace, unless another's waits are shorter by more
-    than a small part of its steps.
+    than a small part of its steps. Ranks of which few collectives were matched do not count.
     """
-    waited = {each.rank: each.waited_us for each in found.waits}
+    most = max((each.num_collectives for each in found.waits), default=0)
+    waited = {each.rank: most * each.mean_us for each in found.waits if each.num_collectives >= LEAST_MATCHED * most}
     by_rank = {rank.rank: rank for rank in found.ranks if rank.rank in waited}
     least = min(by_rank, key=lambda rank: waited[rank], default=None)
     own = next((number for number, rank in by_rank.items() if rank.path == first), None)
