@@ -27,9 +27,9 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.units import MIB, format_bytes, format_count, format_us
 
 LEAST_COPIED_BYTES = 16 * MIB  # bytes that one rank sends to another; reported by users of copy engines, not measured here
-MOST_TIMES_LONGER = 4.0
-"""A traced collective that takes longer than this many times what its bytes need has waited. In the traces of 2 and 4 GPUs
-those of 4 MiB or more take 0.8 to 1.7 times as long, and 33 times where one rank is late in every step."""
+MOST_TIMES_LONGER = 2.5
+"""A traced collective that takes longer than this many times what its bytes need has waited. In the traces of 2 to 8 GPUs
+those of 4 MiB or more take 0.7 to 1.7 times as long, and 3.4 to 33 times where one rank is late in every step."""
 ALONE = "its group has one rank, so it sends nothing to another GPU"
 ONLY_WAITS = "it only waits for other ranks or signals them, as part of an operator"
 
