@@ -23,7 +23,10 @@ class TraceBuilder:
         self.correlation = 0
 
     def step(self, start: float, end: float) -> None:
-        self._add("user_annotation", "ProfilerStep#1", start, end - start, tid=1)
+        self.range("ProfilerStep#1", start, end)
+
+    def range(self, name: str, start: float, end: float, **args: Any) -> None:
+        self._add("user_annotation", name, start, end - start, tid=1, args=args)
 
     def kernel(self, name: str, start: float, dur: float, *, host: float | None = None, stream: int = 7, **more: Any) -> int:
         call, thread = more.pop("call", "cudaLaunchKernel"), more.pop("thread", 1)

@@ -13,9 +13,9 @@ from counterpoint.analysis.rank import analyze_rank
 from counterpoint.analysis.roles import find_roles
 from counterpoint.analysis.timed import time_trace
 from counterpoint.analysis.values import RankAnalysis
-from counterpoint.analysis.windows import steady_steps
 from counterpoint.kernel_names import short_name
 from counterpoint.traces.formats import read_activity
+from counterpoint.traces.steady import steady_steps
 from helpers.trace_builder import ELEMENTWISE, MATMUL, TraceBuilder, small_trace
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
@@ -181,10 +181,32 @@ def test_lanes_join_the_closest_neighbours_where_there_are_too_many(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("makespans", "steady"),
-    [([5, 5], {0, 1}), ([90, 50, 51, 50], {1, 2, 3}), ([50, 50, 50, 51, 200, 50], {1, 2, 3, 5}), ([7], {0})],
+    [
+        ([5, 5], {0, 1}),
+        ([90, 50, 51, 50], {1, 2, 3}),
+        ([50, 50, 50, 51, 200, 50], {1, 2, 3, 5}),
+        ([7], {0}),
+        ([50, 40, 50, 60, 75, 76, 130, 50], {1, 2, 3, 4, 5, 7}),  # one spread is 22.2, so 5 are more than half of 60
+        ([50, 50, 51, 52, 150, 250, 350], {1, 2, 3}),  # of six the shorter one in the middle, 52, is the median
+    ],
 )
 def test_outliers_and_a_first_step_are_not_steady(makespans: list[int], steady: set[int]) -> None:
     assert steady_steps(makespans, range(len(makespans))) == steady
+
+
+@pytest.mark.parametrize(("stall", "says"), [(700, True), (40, False)])
+def test_a_note_says_by_how_much_steps_that_stall_lengthen_the_mean(stall: float, says: bool, tmp_path: Path) -> None:
+    trace, begin = TraceBuilder(), 0.0
+    for number in range(8):
+        trace.step(begin, begin + 99)
+        trace.kernel(MATMUL, begin + 10, 90, host=begin + 1)
+        begin += 100 + (stall if number in (2, 5) else 0)
+    analysis = analyze(trace, tmp_path)
+    assert [step.step for step in analysis.steps if step.is_steady] == [1, 3, 4, 6, 7]
+    note = (
+        "2 of 7 steps are far from the median and were left out. The steady ones take 100 us on average, all of them 300 us."
+    )
+    assert (note in analysis.notes) == says
 
 
 @pytest.mark.parametrize(("num_others", "steady"), [(1, [1]), (2, [1]), (3, [1, 2, 3, 4])])

@@ -196,7 +196,10 @@ def test_a_database_in_a_pipe_is_refused_and_nobody_waits(tmp_path: Path) -> Non
 
 def test_several_processes_are_noted_and_no_second_device_is_claimed(path: Path) -> None:
     notes = read_trace(path).notes
-    assert "The trace holds 2 processes that use GPUs; only the busiest was read." in notes
+    assert (
+        "The trace holds 2 processes that use GPUs; only the busiest, on device 0, was read. Record one file for each rank."
+        in notes
+    )
     assert not any("devices" in each for each in notes)
 
 
@@ -212,3 +215,43 @@ def test_priorities_of_streams_are_those_of_the_process_that_is_read(process: in
     assert isinstance(matmul, Kernel)
     assert isinstance(collective, Collective)
     assert (matmul.priority, collective.priority) == (0, found)
+
+
+def add_nccl(path: Path, *ranges: tuple[int, int, str, str]) -> None:
+    """Add NVTX ranges of NCCL: begin, end, function and payload."""
+    add(
+        path,
+        "ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT",
+        *(f"INSERT INTO NVTX_EVENTS VALUES ({begin}, {end}, {PROCESS + 9}, '{name}', NULL, '{{{payload}}}')"
+          for begin, end, name, payload in ranges),
+    )  # fmt: skip
+
+
+def test_ranges_of_nccl_tell_bytes_ranks_and_groups(path: Path) -> None:
+    size = '"NCCL communicator ID":77,"Message size [bytes]":4096'
+    made = (1, 9, "ncclCommInitRankConfig", '"NCCL communicator ID":77,"No. of ranks":8,"Rank":3,"CUDA device":3')
+    calls = [(begin + 4_900, begin + 5_800, "ncclAllGather", size) for begin in range(0, 3_000_000, 1_000_000)]
+    add_nccl(path, made, *calls)
+    trace, traced = read_activity(path), read_trace(path)
+    collective = traced.step.operations[1]
+    assert isinstance(collective, Collective)
+    assert (trace.rank, trace.world_size, traced.step.num_ranks) == (3, 8, 8)
+    assert (collective.collective, collective.num_bytes, collective.group_size) == ("all_gather", 8 * 4096, 8)
+    assert not any(operator.name.startswith("nccl") for operator in trace.operators)
+
+
+def test_a_kernel_behind_a_group_of_calls_has_the_bytes_of_all_of_them(path: Path) -> None:
+    size = '"NCCL communicator ID":77,"Message size [bytes]":4096'
+    calls = [(begin + 4_100 + 200 * place, begin + 4_200 + 200 * place, "ncclAllReduce", size)
+             for begin in range(0, 3_000_000, 1_000_000) for place in range(3)]  # fmt: skip
+    add_nccl(path, *calls)
+    for collective in (each for each in read_trace(path).step.operations if isinstance(each, Collective)):
+        assert (collective.collective, collective.num_bytes, collective.group_size) == ("all_reduce", 3 * 4096, 2)
+
+
+@pytest.mark.parametrize(
+    "payload", ['"Message size [bytes]":-5', '"Message size [bytes]":"many"', '"No. of ranks":0,"Rank":7']
+)
+def test_payloads_that_say_nothing_leave_sizes_unknown(path: Path, payload: str) -> None:
+    add_nccl(path, (4_900, 5_800, "ncclAllReduce", f'"NCCL communicator ID":77,{payload}'))
+    assert any("without an element count" in note for note in read_trace(path).notes)

@@ -174,6 +174,41 @@ def test_what_repeats_is_a_layer_and_no_step_where_other_computation_follows(
     assert any("so it may be a layer" in note for note in steps.notes) == (num_steps == 1)
 
 
+@pytest.mark.parametrize(
+    ("num_before", "is_forward", "num_steps", "is_noted"),
+    [(8, True, 1, False), (7, True, 8, True), (8, False, 8, False), (1, True, 8, False)],
+)
+def test_what_repeats_is_a_layer_where_another_sequence_repeats_as_often_before_it(
+    tmp_path: Path, num_before: int, is_forward: bool, num_steps: int, is_noted: bool
+) -> None:
+    """Before the repetitions comes a forward pass of other kernels, or a warm-up of their own kernels in another order."""
+    before = ["forward attention", "forward layer"] if is_forward else ["layer", "attention"]
+    backward = ["loss", "attention", "layer", "weights"]
+    trace = TraceBuilder()
+    for place, name in enumerate(["embedding", *before * num_before, *backward * 8]):
+        trace.kernel(name, 10 + 10.0 * place, 8)
+    steps = divide_into_steps(read_activity(trace.write(tmp_path)))
+    assert len(steps.steps) == num_steps
+    assert any("another one of 2 repeats as often before it, so it may be a layer" in note for note in steps.notes) == (
+        num_steps == 1
+    )
+    note = "Other computation before the repetitions takes 120 us, 31.9 % of all. It may be a warm-up."
+    assert any(each.startswith(note) for each in steps.notes) == is_noted
+
+
+@pytest.mark.parametrize(("busy_us", "steady"), [((120, 100, 99, 101, 300, 400, 500), 1), ((120, 100, 400), 0)])
+def test_the_step_to_plan_for_is_a_steady_one_where_there_are_enough(
+    tmp_path: Path, busy_us: tuple[float, ...], steady: int
+) -> None:
+    """The median makespan is that of the first step, which is not steady where there are three or more."""
+    trace, begin = TraceBuilder(), 0.0
+    for each_us in busy_us:
+        trace.step(begin, begin + 99)
+        trace.kernel(MATMUL, begin + 10, each_us, host=begin + 1)
+        begin += each_us
+    assert divide_into_steps(read_activity(trace.write(tmp_path))).steady == steady
+
+
 def test_what_was_issued_before_recording_began_is_in_no_step(tmp_path: Path) -> None:
     trace = TraceBuilder()
     for number in range(3):  # the host runs so far ahead that the GPU is still busy with an earlier step

@@ -5,23 +5,20 @@ nanoseconds.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean
 
 from counterpoint.analysis.timed import TimedTrace, ns_to_us
 from counterpoint.analysis.values import Role, StepFigures
 from counterpoint.errors import TraceError
 from counterpoint.spans import Span, length, union, within, without
 from counterpoint.traces.issue import LATE_LATENCY_US
-from counterpoint.traces.steady import TracedSteps, divide_into_steps
-from counterpoint.units import NS_PER_US
+from counterpoint.traces.steady import TracedSteps, divide_into_steps, steady_steps
+from counterpoint.units import NS_PER_US, format_us
 from counterpoint.value import Value
 
-SPREADS_OF_OUTLIERS = 5.0
-"""A step farther from the median than this many median deviations is an outlier..."""
-LEAST_OUTLIER = 0.05
-"""...if it is also farther than this share of the median: steps of a quiet job differ by less."""
-MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to its median absolute deviation
+LEAST_LENGTHENED = 0.1
+"""If outliers make the mean step longer by more than this share, a note says so."""
 
 
 class RankWindows(Value, frozen=True, kw_only=True):
@@ -66,7 +63,7 @@ def find_windows(timed: TimedTrace) -> RankWindows:
         return RankWindows(
             windows=(everything,), problems=("The whole trace counts as one step, because no step has GPU time.",)
         )
-    notes = (*steps.notes, *_notes_on_neighbors(alike, whole))
+    notes = (*steps.notes, *_notes_on_neighbors(alike, whole), *_notes_on_outliers(windows, alike, whole))
     return RankWindows(windows=windows, alike=alike, whole=whole, steps=steps, notes=notes, problems=problems)
 
 
@@ -77,6 +74,23 @@ def _notes_on_neighbors(alike: Sequence[int], whole: Sequence[int]) -> list[str]
     found = f"{len(alike) - len(whole)} of {len(alike)} steps have other steps' communication in their time on the GPU"
     so = "they were left out" if _are_enough(whole, alike) else "so figures are means over all steps, the first one included"
     return [f"Communication runs ahead of the computation: {found}; {so}."]
+
+
+def _notes_on_outliers(windows: Sequence[Span], alike: Sequence[int], whole: Sequence[int]) -> list[str]:
+    """Return a note if the steps that are left out as outliers make the mean step much longer, as where data comes late."""
+    makespans = [end - start for start, end in windows]
+    steady = _steady(makespans, alike, whole)
+    warm = [step for step in whole if step or len(makespans) <= 2] if _are_enough(whole, alike) else []
+    usual_us, mean_us = (fmean(makespans[step] for step in steps) / NS_PER_US for steps in (steady, warm or steady))
+    if mean_us <= (1 + LEAST_LENGTHENED) * usual_us:
+        return []
+    found = f"{len(warm) - len(steady)} of {len(warm)} steps are far from the median and were left out"
+    return [f"{found}. The steady ones take {format_us(usual_us)} on average, all of them {format_us(mean_us)}."]
+
+
+def _steady(makespans: Sequence[int], alike: Sequence[int], whole: Sequence[int]) -> set[int]:
+    """Return the steady steps: those that hold their own communication, or all steps `alike` if these are few."""
+    return steady_steps(makespans, whole) if _are_enough(whole, alike) else set(alike)
 
 
 def _are_enough(whole: Sequence[int], alike: Sequence[int]) -> bool:
@@ -107,19 +121,8 @@ def find_busy(timed: TimedTrace, roles: tuple[Role, ...]) -> BusyTimes:
 def find_figures(timed: TimedTrace, busy: BusyTimes, found: RankWindows) -> tuple[StepFigures, ...]:
     """Return the figures of every step, with the steady ones marked."""
     makespans = [end - start for start, end in found.windows]
-    steady = steady_steps(makespans, found.whole) if _are_enough(found.whole, found.alike) else set(found.alike)
+    steady = _steady(makespans, found.alike, found.whole)
     return tuple(_figures(timed, busy, number, window, number in steady) for number, window in enumerate(found.windows))
-
-
-def steady_steps(makespans: Sequence[int], alike: Iterable[int]) -> set[int]:
-    """Return the steps `alike` but outliers and, of three or more steps, the first, which runs with a cold profiler."""
-    warm = range(1, len(makespans)) if len(makespans) > 2 else range(len(makespans))
-    common = set(alike)
-    kept = [step for step in warm if step in common] or sorted(common) or list(warm)
-    middle = median(makespans[step] for step in kept)
-    spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
-    limit = max(SPREADS_OF_OUTLIERS * spread, LEAST_OUTLIER * middle)
-    return {step for step in kept if abs(makespans[step] - middle) <= limit} or set(kept)
 
 
 def representative(steps: Sequence[StepFigures], found: RankWindows) -> StepFigures:

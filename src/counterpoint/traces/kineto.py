@@ -6,6 +6,7 @@ step is, nor what a kernel does. On AMD the launches are called `hip...`; the ca
 """
 
 import re
+from array import array
 from collections.abc import Iterator
 from functools import cache
 from math import copysign
@@ -23,8 +24,9 @@ from counterpoint.mismatch import describe_mismatch
 from counterpoint.step import MAX_RANKS
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
 from counterpoint.traces.assembly import assemble, busiest, launches_here
+from counterpoint.traces.collective_ranges import CollectiveRange, by_torch, describe_collectives
 from counterpoint.traces.event_stream import NOT_STATED, Device, Distributed, Event, EventStream, Surroundings
-from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, HostOperators, decode_arguments
+from counterpoint.traces.host_operators import LAUNCHES_NOTHING, MODULE, NO_MODULE, HostOperators, decode_arguments
 from counterpoint.value import cyclic_gc_paused, require
 
 GPU_CATEGORIES: dict[str, Category] = {
@@ -36,6 +38,8 @@ GPU_CATEGORIES: dict[str, Category] = {
     "Memset": "memset",
 }
 HOST_CATEGORIES = frozenset(("cuda_runtime", "cuda_driver", "Runtime", "Driver", "hip_runtime", "hip_driver"))
+OLD_OPERATOR = "Operator"
+"""In 2021 Kineto gave operators and annotations this category (`handleCpuActivity`); names tell torch's own annotations."""
 K = TypeVar("K", bound=msgspec.Struct)
 MOST_AT_ZERO = 1
 """More events that begin at 0 and take no time have lost both (pytorch#188481); one may be the first of a shifted trace."""
@@ -76,10 +80,13 @@ class _Collected:
         self.path = path
         self.operations: dict[int, list[GpuOperation]] = {}
         self.calls: dict[int, HostCall] = {}
+        self.call_times = array("d")  # how long each of the calls takes, in their order
+        self.repeated: list[tuple[HostCall, float]] = []  # further calls with a correlation of `calls`, and their times
         self.waits: list[SyncArguments] = []
         self.host_waits: list[tuple[float, float]] = []
         self.windows: list[tuple[float, float]] = []
         self.operators = HostOperators()
+        self.collectives: list[CollectiveRange] = []
         self.timeless: list[str] = []  # names of what begins at 0 and takes no time
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._launch_decoders = _decoders(LaunchArguments)
@@ -94,6 +101,9 @@ class _Collected:
                 kinds[event.cat].append(event)
             except KeyError:
                 kinds[event.cat] = [event]
+        for event in kinds.pop(OLD_OPERATOR, ()):
+            category = "user_annotation" if event.name.startswith(NO_MODULE) else "cpu_op"
+            kinds.setdefault(category, []).append(event)
         for category, found in kinds.items():
             if category == "cpu_op":
                 self.operators.add_operators([event for event in found if event.name not in LAUNCHES_NOTHING])
@@ -138,6 +148,8 @@ class _Collected:
                 continue
             if event.name.startswith("ProfilerStep#"):
                 self.windows.append((event.ts, event.ts + event.dur))
+            elif (found := by_torch(event)) is not None:
+                self.collectives.append(found)
             self.operators.add_annotation(event)
 
     def _add_calls(self, events: list[Event]) -> None:
@@ -148,18 +160,42 @@ class _Collected:
                 self.host_waits.append((event.ts, event.ts + event.dur))
             if correlation == 0:
                 continue
-            if correlation in self.calls:
-                raise TraceError(
-                    f"{self.path}: correlation {correlation} names two host calls, the second '{shown(name)}'; trace one "
-                    "process."
-                )
-            self.calls[correlation] = HostCall(
+            call = HostCall(
                 kind="record" if "EventRecord" in name else "wait" if "StreamWaitEvent" in name else "launch",
                 name=intern(name),
                 time_us=event.ts,
                 thread=intern(str(event.tid)),
                 correlation=correlation,
             )
+            if correlation in self.calls:
+                self.repeated.append((call, event.dur))
+            else:
+                self.calls[correlation] = call
+                self.call_times.append(event.dur)
+
+    def _keep_outer_calls(self) -> None:
+        """Keep the outermost of calls with one correlation, which HIP gives a call and what it calls itself.
+
+        Raises `TraceError` if one does not lie within the outermost, in its thread: they are of two processes.
+        """
+        times = dict(zip(self.calls, self.call_times, strict=True)) if self.repeated else {}
+        found: dict[int, list[tuple[HostCall, float]]] = {}
+        for call, dur in self.repeated:
+            first = self.calls[call.correlation]
+            found.setdefault(call.correlation, [(first, times[call.correlation])]).append((call, dur))
+        for correlation, alike in found.items():
+            alike.sort(key=lambda each: (each[0].time_us, -each[1]))
+            outer, outer_dur = alike[0]
+            for call, dur in alike[1:]:
+                ends_within = call.time_us + dur <= outer.time_us + outer_dur
+                is_same = (call.time_us, dur) == (outer.time_us, outer_dur)
+                require(
+                    call.thread == outer.thread and ends_within and not is_same,
+                    TraceError,
+                    f"{self.path}: correlation {correlation} names two host calls, the second '{shown(call.name)}'; trace "
+                    "one process.",
+                )
+            self.calls[correlation] = outer
 
     def _check_times(self, event: Event) -> None:
         if 0 < event.ts < MAX_US and 0 < event.dur < MAX_US:
@@ -221,6 +257,7 @@ class _Collected:
             f"{self.path}: {len(self.timeless)} GPU operations and host calls begin at 0 and take 0 us, first "
             f"'{shown((self.timeless or [''])[0])}': the profiler lost their times. Record the trace again.",
         )
+        self._keep_outer_calls()
         number = busiest(self.operations)
         operations = self.operations.pop(number)
         calls = launches_here(self.calls, operations, self.operations.values())
@@ -247,6 +284,7 @@ class _Collected:
             nccl_version=distributed.nccl_version,
             host_waits=tuple(sorted(self.host_waits)),
         )
+        describe_collectives(operations, calls, self.collectives, {}, distributed.world_size)
         return assemble(trace, operations, calls, self.operators, damage)
 
     def _check_ranks(self, rank: int | None, world_size: int | None) -> None:

@@ -1,8 +1,8 @@
 """Read a recording of Nsight Systems: the database that `nsys export --type sqlite` writes.
 
 Tables and columns are those of Nvidia's "SQLite Schema Reference"; its times are nanoseconds. If a database holds several
-processes, the one with the most GPU operations on one device is read. Collectives have no sizes or groups, as CUPTI does
-not record them; NVTX ranges are used as operators and modules. The module knows neither steps nor kernels.
+processes, the one with the most GPU operations on one device is read. NVTX ranges are used as operators and modules, and
+those of NCCL tell sizes and groups of collectives, which CUPTI does not record. The module knows neither steps nor kernels.
 """
 
 import re
@@ -19,6 +19,7 @@ from counterpoint.errors import CounterpointError, TraceError, shown
 from counterpoint.files import is_pipe
 from counterpoint.traces.activity import ActivityTrace, Category, GpuOperation, HostCall, LaunchArguments, SyncArguments
 from counterpoint.traces.assembly import assemble, busiest, launches_here
+from counterpoint.traces.collective_ranges import CollectiveRange, Communicator, by_nccl, describe_collectives
 from counterpoint.traces.event_stream import Event
 from counterpoint.traces.host_operators import HostOperators, innermost_ranges
 from counterpoint.value import require
@@ -32,6 +33,7 @@ COPY_NAMES = {1: "Memcpy HtoD", 2: "Memcpy DtoH", 8: "Memcpy DtoD", 10: "Memcpy 
 PROCESS_BITS = 24  # a thread's global number is that of its process with this many low bits added
 PROCESS_MASK = 0xFFFFFF  # above these bits, the number of the process in its system
 _STEP = re.compile(r"(?i)^(?:profilerstep|(?:train(?:ing)?[ _]?)?(?:step|iteration|iter))[ _#:]*\d*$")
+_OF_NCCL = re.compile(r"^p?nccl[A-Z]")
 _VERSION = re.compile(r"_v\d+$")
 _PLACE = ("start", "end", "deviceId", "streamId", "correlationId")
 _SHAPE = ("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ")
@@ -131,12 +133,19 @@ class _Database:
             "--cuda-graph-trace=node and export again.",
         )
         num_processes = len({each for each, _ in found})
-        note = f"The trace holds {num_processes} processes that use GPUs; only the busiest was read."
+        note = (
+            f"The trace holds {num_processes} processes that use GPUs; only the busiest, on device {device}, was read. "
+            "Record one file for each rank."
+        )
         operations = found[process, device]
         calls, waits = self.calls(process, device)
         beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
         calls = launches_here(calls, operations, beside)
         operators, windows = self.operators(process, operations, calls)
+        ranges, communicators = self.collectives(process)
+        whole = max(communicators.values(), key=lambda each: each.num_ranks, default=None)
+        world_size = None if whole is None else whole.num_ranks
+        describe_collectives(operations, calls, ranges, communicators, world_size)
         gpus = {row[0]: row[1:] for row in self.rows("TARGET_INFO_GPU", ("id",), ("name", "smCount", "computeMajor"))}
         name, num_sms, compute_major = gpus.get(device, (None, None, None))
         trace = ActivityTrace(
@@ -148,8 +157,8 @@ class _Database:
             device_name=name,
             num_sms=num_sms or None,
             compute_major=compute_major or 0,
-            rank=None,
-            world_size=None,
+            rank=None if whole is None else whole.rank,
+            world_size=world_size,
             nccl_version=None,
             host_waits=waits,
             notes=(note,) if num_processes > 1 else (),
@@ -238,9 +247,8 @@ class _Database:
         ranges: list[Range] = []
         for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
             name = text or self.names.get(text_id, "")
-            if not name or not end or not _is_of(process, start, end, thread):
-                continue
-            ranges.append((start / 1e3, end / 1e3, thread, name))
+            if name and end and not _OF_NCCL.match(name) and _is_of(process, start, end, thread):
+                ranges.append((start / 1e3, end / 1e3, thread, name))
         steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
         events = [
             Event(
@@ -262,6 +270,23 @@ class _Database:
             if number is not None:
                 msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
         return operators, tuple((start, end) for start, end, *_ in steps)
+
+    def collectives(self, process: int) -> tuple[list[CollectiveRange], dict[str, Communicator]]:
+        """Return the collectives that NCCL's NVTX ranges name, and the communicators that the process made."""
+        ranges: list[CollectiveRange] = []
+        communicators: dict[str, Communicator] = {}
+        optional = ("text", "textId", "jsonText", "jsonTextId")
+        for start, end, thread, text, text_id, payload, payload_id in self.rows(
+            RANGES, ("start", "end", "globalTid"), optional
+        ):
+            name = text or self.names.get(text_id, "")
+            if end and _OF_NCCL.match(name) and _is_of(process, start, end, thread):
+                event = Event(name=name, ts=start / 1e3, dur=(end - start) / 1e3, tid=str(thread))
+                found, made = by_nccl(event, payload or self.names.get(payload_id))
+                communicators |= made
+                if found is not None:
+                    ranges.append(found)
+        return ranges, communicators
 
 
 def _is_of(process: int, start: object, end: object, thread: object) -> bool:

@@ -31,6 +31,7 @@ from counterpoint.value import Value
 
 COUNTER_BYTES = 4
 """cuBLAS and cuDNN clear a 4-byte tile counter by a memset before a work-sharing kernel (seen in the shipped traces)."""
+FEWEST_RANKS = 2  # of a collective that runs a kernel; NCCL runs none for one rank
 TURNOVER_US, TURNOVER_US_PER_THREAD = 0.066, 0.000045
 """How much longer torch's profiler makes it until an SM has its next CTA: 71, 75, 83 and 118 ns with CTAs of 128, 256, 512
 and 1,024 threads that do nothing (one H200). It explains a depthwise convolution (41 us by this, 40 measured), sorting (10,
@@ -102,7 +103,8 @@ def _lacking(trace: ActivityTrace, arguments: LaunchArguments, rule: Rule) -> It
     if arguments.in_elements is None or element_bytes(arguments.dtype) is None:
         yield "without an element count or with an unknown type: counted with 0 bytes"
     if not arguments.group_size:
-        assumed = f"all {trace.world_size} ranks of the job are assumed" if trace.world_size else "1 rank is assumed"
+        fewest = f"the fewest, {FEWEST_RANKS} ranks, are assumed"
+        assumed = f"all {trace.world_size} ranks of the job are assumed" if trace.world_size else fewest
         yield f"without a group size: {assumed}"
 
 
@@ -172,7 +174,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
-    group_size = arguments.group_size or trace.world_size or 1
+    group_size = arguments.group_size or trace.world_size or FEWEST_RANKS
     parts = stated_parts(trace, traced) if kind == "all_to_all" else None
     return Collective(
         name=traced.name,
@@ -217,7 +219,7 @@ def stated_parts(trace: ActivityTrace, traced: GpuOperation) -> UnevenParts | No
     """
     arguments = traced.arguments
     sent, received = listed_numbers(arguments.in_splits), listed_numbers(arguments.out_splits)
-    size = arguments.group_size or trace.world_size or 1
+    size = arguments.group_size or trace.world_size or FEWEST_RANKS
     ranks = ranks_of_group(arguments, size)
     if not len(sent) == len(received) == size or trace.rank not in ranks:
         return None

@@ -15,12 +15,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import median, median_low
 
 from counterpoint.errors import TraceError, shown
 from counterpoint.traces.activity import ActivityTrace, GpuOperation
 from counterpoint.traces.classify import is_communication
 from counterpoint.traces.micro_batches import join_micro_batches
-from counterpoint.units import format_count, format_us
+from counterpoint.units import format_count, format_percent, format_us
 from counterpoint.value import Value, require
 
 LEAST_COVERAGE = 0.6
@@ -31,7 +32,21 @@ STRANGE_COMMUNICATION = 0.10
 """The same share of communication: up to this, a window's figures are those of its step."""
 LEAST_AFTER = 0.03
 """If other computation after the repetitions takes more than this share of one of them, they are layers of one step."""
+LEAST_BEFORE = 0.1
+"""If another sequence repeats as often before the repetitions, and computes more than this share of their time, the two are
+the layers of a forward and a backward pass: a forward pass takes about half as long as its backward pass."""
+LEAST_NOTED = 1.0
+"""Other computation before the repetitions is noted if it takes longer than this many of them."""
 MAX_PERIODS_TRIED = 64
+SPREADS_OF_OUTLIERS = 5.0
+"""A step farther from the median than this many median deviations is an outlier..."""
+LEAST_OUTLIER = 0.05
+"""...if it is also farther than this share of the median: steps of a quiet job differ by less..."""
+MOST_STEADY = 0.5
+"""...and in any case if it is farther than this share: however much steps differ, a mean of such steps describes none."""
+LEAST_STEADY = 3
+"""Of fewer steady steps, the median says less than that of all steps."""
+MAD_TO_SPREAD = 1.4826  # ratio of a normal distribution's standard deviation to its median absolute deviation
 OVERLAP_TOLERANCE_US = 1.0
 """A shorter overlap is none: the resolution of the profiler's clock is some tens of nanoseconds."""
 RARE_SHARE = 0.001
@@ -161,9 +176,34 @@ def _whole(
 
 
 def _median_of(numbers: list[int], makespans: list[float]) -> int:
-    """Return the step with the median makespan. For an even number, skip the first profiled step: it finds the GPU idle."""
+    """Return the step with the median makespan. For an even number, skip the first profiled step: it finds the GPU idle.
+
+    If that step is not steady, return the median one of those that are, if these are enough to have one in the middle.
+    """
     kept = numbers[1:] if numbers[0] == 0 and len(numbers) % 2 == 0 else numbers
-    return sorted(kept, key=lambda number: (makespans[number], number))[(len(kept) - 1) // 2]
+    steady = steady_steps(makespans, numbers)
+    found = _middle(kept, makespans)
+    return found if found in steady or len(steady) < LEAST_STEADY else _middle(steady, makespans)
+
+
+def _middle(numbers: Iterable[int], makespans: Sequence[float]) -> int:
+    """Return the step with the median makespan, of an even number the shorter of the two in the middle."""
+    order = sorted(numbers, key=lambda number: (makespans[number], number))
+    return order[(len(order) - 1) // 2]
+
+
+def steady_steps(makespans: Sequence[float], alike: Iterable[int]) -> set[int]:
+    """Return the steps `alike` but outliers and, of three or more steps, the first, which runs with a cold profiler.
+
+    Of an even number, the shorter of the two steps in the middle is the median: stalls make steps longer, nothing shorter.
+    """
+    warm = range(1, len(makespans)) if len(makespans) > 2 else range(len(makespans))
+    common = set(alike)
+    kept = [step for step in warm if step in common] or sorted(common) or list(warm)
+    middle = median_low(makespans[step] for step in kept)
+    spread = MAD_TO_SPREAD * median(abs(makespans[step] - middle) for step in kept)
+    limit = min(max(SPREADS_OF_OUTLIERS * spread, LEAST_OUTLIER * middle), MOST_STEADY * middle)
+    return {step for step in kept if abs(makespans[step] - middle) <= limit}
 
 
 def _ran_within(trace: ActivityTrace, windows: Sequence[tuple[float, float]]) -> list[list[int]]:
@@ -358,31 +398,54 @@ def _steps_by_repetition(trace: ActivityTrace) -> tuple[list[list[int]], list[st
     first, period, repeats = find_repetition(names)
     if repeats < 2:
         return [list(range(len(names)))], [f"The trace has no {lacks} and no repetition, so all of it counts as one step."]
-    if _goes_on(trace.operations, first, period, repeats):
+    doubt = _why_layers(trace.operations, first, period, repeats)
+    remedy = "Record launches (activities=[CPU, CUDA])." if trace.step_windows else "Call profiler.step() in each iteration."
+    if doubt:
         note = (
-            f"The trace has no {lacks}. A sequence of {period} operations repeats {repeats} times, but other computation "
-            "follows, so it may be a layer, and all of the trace counts as one step."
-        )
-        remedy = (
-            "Record launches (activities=[CPU, CUDA])." if trace.step_windows else "Call profiler.step() in each iteration."
+            f"The trace has no {lacks}. A sequence of {period} operations repeats {repeats} times, but {doubt}, so it may "
+            "be a layer, and all of the trace counts as one step."
         )
         return [list(range(len(names)))], [f"{note} {remedy}"]
     steps = [list(range(first + i * period, first + (i + 1) * period)) for i in range(repeats)]
-    note = f"The trace has no {lacks}. Its steps are the {repeats} repetitions of a sequence of {period} operations."
-    left_out = len(names) - period * repeats
-    return steps, [note] + ([f"{left_out} operations outside the repetitions were left out."] if left_out else [])
+    notes = [f"The trace has no {lacks}. Its steps are the {repeats} repetitions of a sequence of {period} operations."]
+    if left_out := len(names) - period * repeats:
+        notes.append(f"{left_out} operations outside the repetitions were left out.")
+    before_us = _other_us(trace.operations, range(first), first, period)
+    if before_us > LEAST_NOTED * sum(operation.duration_us for operation in trace.operations[first : first + period]):
+        share = format_percent(before_us / _computing_us(trace.operations))
+        notes.append(
+            f"Other computation before the repetitions takes {format_us(before_us)}, {share} of all. It may be a warm-up. "
+            f"If it belongs to a step, the repetitions are its layers, and figures are those of a layer. {remedy}"
+        )
+    return steps, notes
 
 
-def _goes_on(operations: Sequence[GpuOperation], first: int, period: int, repeats: int) -> bool:
-    """Return whether other computation follows the repetitions: a model's head, a loss or an optimizer, after its layers.
+def _why_layers(operations: Sequence[GpuOperation], first: int, period: int, repeats: int) -> str:
+    """Return why the repetitions may be layers of one step, or "" if nothing says so.
 
-    Computation before them may be a warm-up, and a last step that differs runs kernels of the same names.
+    Other computation after them is a model's head, a loss or an optimizer; a last step that differs runs kernels of the same
+    names. Before them it may be a warm-up, unless it repeats as often: then it is the forward pass of the same layers.
     """
-    once, after = operations[first : first + period], operations[first + repeats * period :]
-    usual = {operation.name for operation in once}
-    others = (each for each in after if each.name not in usual and each.category == "kernel")
-    others_us = sum(each.duration_us for each in others if not is_communication(each.category, each.name))
-    return others_us > LEAST_AFTER * sum(operation.duration_us for operation in once)
+    end = first + repeats * period
+    once_us = sum(operation.duration_us for operation in operations[first : first + period])
+    if _other_us(operations, range(end, len(operations)), first, period) > LEAST_AFTER * once_us:
+        return "other computation follows"
+    _, length, times = find_repetition([operation.name for operation in operations[:first]])
+    if times == repeats and _other_us(operations, range(first), first, period) > LEAST_BEFORE * repeats * once_us:
+        return f"another one of {length} repeats as often before it"
+    return ""
+
+
+def _other_us(operations: Sequence[GpuOperation], numbers: range, first: int, period: int) -> float:
+    """Return how long those of the operations compute that the repetitions do not run, by their names."""
+    usual = {operation.name for operation in operations[first : first + period]}
+    return _computing_us(operations[number] for number in numbers if operations[number].name not in usual)
+
+
+def _computing_us(operations: Iterable[GpuOperation]) -> float:
+    """Return the sum of the times of kernels but those that communicate."""
+    kernels = (operation for operation in operations if operation.category == "kernel")
+    return sum(each.duration_us for each in kernels if not is_communication(each.category, each.name))
 
 
 def find_repetition(names: list[str]) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from counterpoint.traces.dependencies import Dependencies, find_dependencies
 from counterpoint.traces.formats import SUFFIXES, read_activity
 from counterpoint.traces.issue import LAUNCH_BOUND_SHARE, IssueTimes, find_issue_times
 from counterpoint.traces.lone_times import LoneTimes, find_lone_times
-from counterpoint.traces.operations import Timing, build_operations
+from counterpoint.traces.operations import FEWEST_RANKS, Timing, build_operations
 from counterpoint.traces.steady import (
     TracedSteps,
     check_streams,
@@ -153,10 +153,13 @@ def _steady_step(
 
 
 def _num_ranks(trace: ActivityTrace, operations: list[GpuOperation]) -> int:
-    """Return the number of ranks of the job: as the trace states, else the size of the largest group of a collective."""
+    """Return the number of ranks of the job: as the trace states, else the size of the largest group of a collective, else
+    the fewest.
+    """
     if trace.world_size is not None:
         return trace.world_size
-    return max((operation.arguments.group_size or 1 for operation in operations), default=1)
+    fewest = FEWEST_RANKS if any(is_communication(each.category, each.name) for each in operations) else 1
+    return max((each.arguments.group_size or fewest for each in operations), default=1)
 
 
 def _dependencies_inside(dependencies: Dependencies, indices: tuple[int, ...]) -> list[tuple[Dependency, ...]]:
