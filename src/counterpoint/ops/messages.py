@@ -111,7 +111,7 @@ class CompiledMessages(AbstractCompiledSchedule):
 
     def _message(self, act: object, rows: torch.Tensor, peer: int, tag: int) -> None:
         group = self._transport.group
-        # a flat view first: torch calls rows of one column contiguous whatever their last stride, and then has no bytes of them
+        # a flat view first: torch calls rows of one column contiguous whatever their last stride, and refuses their bytes
         as_bytes = (rows.contiguous() if act is dist.send else rows).view(-1).view(torch.uint8)
         try:
             with self._transport.watchdog.waiting():

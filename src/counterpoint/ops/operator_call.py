@@ -221,9 +221,7 @@ def _problem_of(operation: Operation, left: torch.Tensor, weight: torch.Tensor) 
     if problem:
         return problem
     if not _is_multiplied(left):
-        return (
-            f"{operation} does not multiply {left.dtype} on this device. Convert both operands to another type."
-        )
+        return f"{operation} does not multiply {left.dtype} on this device. Convert both operands to another type."
     if left.dim() != 2 or weight.dim() != 2 or left.shape[1] != weight.shape[0]:
         shapes = f"{tuple(left.shape)} and {tuple(weight.shape)}"
         return f"{operation} multiplies (rows, K) by (K, columns); found {shapes}. Change one."
