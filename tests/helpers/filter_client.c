@@ -6,7 +6,7 @@
 //   cooperative NAME SHARED STREAM cuLaunchCooperativeKernel
 //   unload NAME                    cuModuleUnload; the next `make` takes the handle
 //   unload_library NAME            cuLibraryUnload
-//   destroy                        cuCtxDestroy
+//   destroy [NAME]                 cuCtxDestroy, of the context that NAME is in; the next `make` takes the handle
 //   refuse NAME SHARED_ERROR SHARED_LIMIT PRIORITY_ERROR
 //   limit NAME BYTES               the program itself sets MAX_DYNAMIC_SHARED_SIZE_BYTES
 //   limit_kernel NAME BYTES        the same by cuKernelSetAttribute
@@ -423,6 +423,7 @@ static void obey(char *line) {
     }
     if (sscanf(line, "unload_library %2047s", name) == 1) printf("result %d\n", cuLibraryUnload(kernel_named(name)));
     if (!strcmp(line, "destroy")) printf("result %d\n", destroy_context((void *)1));
+    if (sscanf(line, "destroy %2047s", name) == 1) printf("result %d\n", destroy_context(kernel_named(name)));
     if (sscanf(line, "refuse %2047s %d %d %d", name, &a, &b, &c) == 4) double_refuse(kernel_named(name), a, b, c);
     if (sscanf(line, "limit %2047s %d", name, &a) == 2) cuFuncSetAttribute(kernel_named(name), 8, a);
     if (sscanf(line, "limit_kernel %2047s %d", name, &a) == 2) cuKernelSetAttribute(8, a, kernel_named(name), 0);

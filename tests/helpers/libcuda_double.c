@@ -291,7 +291,11 @@ EXPORT int cuKernelGetLibrary(void **library, void *k) {
     return SUCCESS;
 }
 EXPORT int cuLibraryUnload(void *library) { return cuModuleUnload(library); }
-EXPORT int cuCtxDestroy_v2(void *context) { return context ? SUCCESS : INVALID_CONTEXT; }
+// A context that a module is in has the module's handle, and takes it along.
+EXPORT int cuCtxDestroy_v2(void *context) {
+    if (is_handle(context, FUNCTION) || is_handle(context, KERNEL)) return cuModuleUnload(context);
+    return context ? SUCCESS : INVALID_CONTEXT;
+}
 EXPORT int cuDevicePrimaryCtxReset_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
 EXPORT int cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
 

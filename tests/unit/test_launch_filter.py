@@ -221,6 +221,22 @@ def test_a_refused_priority_is_launched_as_it_was(built: Built, tmp_path: Path) 
         assert "(error 801)" in client.state().counters[0].refusal
 
 
+@pytest.mark.parametrize("later", ["ncclDevKernel", "ncclDevKernel_later"])
+def test_what_a_kernel_was_refused_is_not_held_against_the_next_one_on_its_handle(
+    built: Built, tmp_path: Path, later: str
+) -> None:
+    with session(built, tmp_path, PRIORITY) as client:
+        client.find()
+        handle = client.make("ncclDevKernel")
+        client.ask("refuse ncclDevKernel 0 0 801")
+        client.launch("ncclDevKernel")
+        client.ask("unload ncclDevKernel")
+        assert client.make(later) == handle
+        assert client.launch(later).last.priority == -5
+        (counters,) = client.state().counters
+        assert (counters.num_prioritized, counters.num_refused) == (1, 1)
+
+
 def test_an_error_of_the_callers_own_is_the_callers(built: Built, tmp_path: Path) -> None:
     with session(built, tmp_path, CAP, PRIORITY) as client:
         client.find()
@@ -384,6 +400,23 @@ def test_a_capture_gets_proven_changes_and_nothing_else(built: Built, tmp_path: 
         cap, _, _, hold = client.state().counters
         assert (cap.num_capped, cap.num_refused, hold.num_refused) == (2, 2, 1)
         assert "captured in a CUDA graph" in cap.refusal
+
+
+@pytest.mark.parametrize("later", ["ncclDevKernel", "ncclDevKernel_later"])
+def test_what_a_kernel_has_proven_is_not_proven_of_the_next_one_on_its_handle(
+    built: Built, tmp_path: Path, later: str
+) -> None:
+    with session(built, tmp_path, PRIORITY) as client:
+        client.find()
+        handle = client.make("ncclDevKernel")
+        client.launch("ncclDevKernel")
+        client.ask("unload ncclDevKernel")
+        assert client.make(later) == handle
+        client.ask(f"refuse {later} 0 0 801")
+        client.ask(f"capture {COLLECTIVE_STREAM} 1")
+        assert client.launch(later, stream=COLLECTIVE_STREAM).last.priority == 1
+        assert client.ask(f"broken {COLLECTIVE_STREAM}") == ["broken 0"]
+        assert "captured in a CUDA graph" in client.state().counters[0].refusal
 
 
 def test_the_head_start_kernel_is_loaded_beside_another_threads_capture(built: Built, tmp_path: Path) -> None:

@@ -99,6 +99,25 @@ def test_a_carveout_is_put_back_unless_the_program_chose_it(built: Built, tmp_pa
         assert client.attributes("capped")[1] == 100
 
 
+@pytest.mark.parametrize("ends", ["another context", "its own context"])
+def test_a_carveout_is_put_back_after_a_context_has_ended_and_a_new_kernels_is_left(
+    built: Built, tmp_path: Path, ends: str
+) -> None:
+    with session(built, tmp_path, CAP) as client:
+        client.find()
+        handle = client.make("capped")
+        client.ask("carveout capped 30")
+        client.launch("capped")
+        client.ask("destroy" if ends == "another context" else "destroy capped")
+        if ends == "its own context":
+            assert client.make("capped") == handle
+        client.launch("capped")
+        assert client.attributes("capped")[1] == 100
+        client.block().swap(())
+        client.launch("capped")
+        assert client.attributes("capped")[1] == (30 if ends == "another context" else -1)
+
+
 @pytest.mark.parametrize("route", ["linked", "dlsym", "proc", "proc_of_proc", "next"])
 def test_where_no_cap_was_ever_set_limits_are_the_programs(built: Built, tmp_path: Path, route: str) -> None:
     with session(built, tmp_path, FilterRule(pattern="*", priority=-1)) as client:

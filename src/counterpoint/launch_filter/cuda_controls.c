@@ -173,7 +173,9 @@ static CUresult raise(CUfunction function, const struct rule_record *rule, struc
     CUresult error = raise_limit(function, (int)rule->dynamic_shared_bytes);
     if (!error) error = cu.cuFuncGetAttribute(&carveout, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, function);
     if (error) return error;
-    if (!cap->is_set || LOAD_RELAXED(&cap->is_programs)) cap->carveout_before = carveout;
+    // Otherwise the program has set it, or a context has ended with the kernel, and a new one of its name has the handle.
+    const bool is_ours = cap->is_set && !LOAD_RELAXED(&cap->is_programs) && carveout == cap->carveout;
+    if (!is_ours) cap->carveout_before = carveout;
     cap->is_set = true;
     STORE_RELAXED(&cap->is_programs, false);
     cap->carveout = rule->sets & HAS_CARVEOUT ? rule->carveout_percent : cap->carveout_before;

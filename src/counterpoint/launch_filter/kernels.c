@@ -19,7 +19,7 @@
 #define NOTHING UINT32_MAX
 
 struct kernel_notes {
-    uint32_t epoch;  // of the fields below; 0: nothing is known
+    uint32_t epoch;  // of the fields below; 0: nothing is known, as after the handle was freed
     uint32_t lives;
     bool is_freed;     // another handle may take the slot
     bool is_doubtful;  // the handle may have been freed
@@ -238,17 +238,19 @@ static struct function_record *record_of(const char *name, const struct kernel_f
 
 HIDDEN void learn_kernel(struct kernel_entry *entry, struct identity *identity) {
     struct kernel_notes *known = notes_of(entry);
-    const uint32_t epoch = LOAD(&filter_epoch);
-    const bool is_same = known->epoch == epoch && known->name && identity->name && !strcmp(known->name, identity->name);
-    if (!is_same) {  // another kernel, so it has no cap of ours
+    const bool is_same = known->epoch && known->owner == identity->facts.owner && known->name && identity->name &&
+                         !strcmp(known->name, identity->name);
+    if (!is_same) {  // another kernel: it has no cap of ours, and the driver has neither accepted nor refused a change of it
         const struct identity before = {.name = known->name, .demangled = known->demangled};
         known->name = identity->name;
         known->demangled = identity->demangled;
         identity->name = before.name;
         identity->demangled = before.demangled;
         known->cap = (struct cap_state){0};
+        STORE_RELAXED(&entry->proven_stamp, 0);
+        STORE_RELAXED(&entry->given_up_stamp, 0);
     }
-    known->epoch = epoch;
+    known->epoch = LOAD(&filter_epoch);
     known->is_doubtful = false;
     list((uint32_t)(entry - kernel_entries), identity->facts.owner);
     STORE(&entry->record, known->name ? record_of(known->name, &identity->facts) : NULL);
