@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, block_paths
+from counterpoint.launch_filter.control_block import INITIAL_BLOCK, ControlBlock, block_in_use, block_paths
 from counterpoint.launch_filter.rules import FilterRule
 from helpers.build_filter import HELPERS, Built, compile_c, environment
 from helpers.filter_session import Session, run_directory
@@ -127,6 +127,25 @@ def test_a_block_of_the_same_process_number_is_kept(built: Built, tmp_path: Path
         second, first = block_paths(directory)
         assert first.read_text() == "earlier\n"
         assert second.stem == f"{first.stem}-1"
+
+
+def test_the_block_in_use_is_told_from_that_of_the_program_before_exec(built: Built, tmp_path: Path) -> None:
+    directory = run_directory(tmp_path, CAP)
+    earlier = ("sh", "-c", f'cp "{directory}/initial.block" "{directory}/$$.block"; exec "$0"')
+    with Session(built, directory, prefix=earlier) as client:
+        client.make("capped")
+        (first,) = block_paths(directory)
+        pid = int(first.stem)
+        assert block_in_use(directory, pid) is None, "the filter has not started"
+        client.find()
+        client.launch("capped")
+        found = block_in_use(directory, pid)
+        assert found == directory / f"{pid}-1.block"
+        block = ControlBlock(found)
+        block.swap(())
+        assert client.launch("capped").last.shared == 0
+        assert block.state().num_launches == 2
+        block.close()
 
 
 def test_a_killed_process_leaves_its_counts(built: Built, tmp_path: Path) -> None:

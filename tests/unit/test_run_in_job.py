@@ -107,6 +107,15 @@ def test_the_module_that_was_awaited_is_as_without_us(tmp_path: Path) -> None:
     assert ended.stdout == "SourceFileLoader False\nTrue\n0\n", ended.stderr
 
 
+def test_a_finder_without_find_spec_is_treated_as_python_treats_it(tmp_path: Path) -> None:
+    finder = "class Old:\n    def find_module(self, name, path=None): pass\n"
+    other = hook_in(tmp_path / "other", f"import sys\n{finder}sys.meta_path.insert(0, Old())\n")
+    write_settings(tmp_path, LiveSettings(is_tuning=True))
+    ended = python(STEP, tmp_path, other, RANK="0")
+    assert (ended.stdout, ended.stderr) == ("done\n", "")
+    assert read_record(tmp_path) is not None, "the agent was told of a step"
+
+
 def test_a_process_that_is_no_rank_is_left_alone(tmp_path: Path) -> None:
     write_settings(tmp_path, LiveSettings(is_tuning=True))
     ended = python(STEP, tmp_path)

@@ -147,6 +147,19 @@ def test_ranks_that_cannot_agree_leave_the_job_as_it_was_and_fail_strict(driver:
     assert "strict: rank 0 does not tune or guard" in own_lines(ended)[-1]
 
 
+def test_a_program_that_replaces_one_that_launched_can_be_left_as_it_was_too(driver: Path, tmp_path: Path) -> None:
+    script = lone_job(driver, tmp_path)
+    launches_first = (
+        f"import os, sys\nsys.path.insert(0, {str(JOB.parent)!r})\nimport launches\n"
+        f"launches.Driver({str(driver)!r}).step()\nos.execv(sys.executable, [sys.executable, {str(script)!r}, '5'])\n"
+    )
+    command = (sys.executable, "-c", launches_first)
+    ended = run("--plan", priority_plan(tmp_path), "--", *command, RANK="0", WORLD_SIZE="2")
+    assert (ended.returncode, ended.stdout) == (0, "[-5, 0, 0, 0, 0]\n"), ended.stderr
+    row = next(line for line in ended.stderr.splitlines() if line.startswith("priority"))
+    assert "1 of 1" in row, "one launch of either program, and neither is counted twice"
+
+
 def test_paths_of_a_job_without_steps_are_reported_as_never_switched_and_fail_strict(driver: Path, tmp_path: Path) -> None:
     """As of one that serves a model: it has no optimizer and marks no steps."""
     script = tmp_path / "serve.py"

@@ -162,6 +162,19 @@ def test_a_plan_overlaps_the_experts_of_an_unmodified_job_as_the_integration_cal
     assert any(f"{format_bytes(num_bytes)} sent" in each for each in rows), "ranks send as much as they are routed"
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ranks_that_a_script_starts_itself_take_part_although_its_process_looks_like_a_rank(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}.items():  # as `srun --pty bash` sets
+        monkeypatch.setenv(name, value)
+    ended = run_planned("ddp", tmp_path, sys.executable, str(JOB.with_name("started_ranks.py")), method, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = row(ended, "all-reduces")
+    assert " 0-1 " in found
+    assert found.rstrip().endswith("verified")
+
+
 def test_a_model_with_a_hook_of_its_own_is_refused_with_the_reason_and_computes_as_without_us(
     tmp_path: Path, references: Callable[[int], dict[str, Result]]
 ) -> None:

@@ -229,6 +229,17 @@ def block_paths(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*.block") if path.name != INITIAL_BLOCK)
 
 
+def block_in_use(directory: Path, pid: int) -> Path | None:
+    """Return the block that the filter of a running process has mapped; None if there is none. After exec, or if a process
+    number is used again, the folder also holds earlier blocks of that number, which no filter reads any more.
+    """
+    candidates = [path for path in block_paths(directory) if path.stem.partition("-")[0] == str(pid)]
+    if not candidates:
+        return None
+    mapped = {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines()}
+    return next((path for path in candidates if bytes(path.resolve()) in mapped), None)
+
+
 def _header() -> bytes:
     block = BlockRecord(magic=layout.MAGIC, layout_version=layout.LAYOUT_VERSION, block_bytes=sizeof(BlockRecord))
     return bytes(block)[:16]

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from counterpoint.errors import LaunchFilterError, cause_of, package_version, reason_of, say
 from counterpoint.integrations.paths import AbstractJobPaths, NoPaths
-from counterpoint.launch_filter.control_block import ControlBlock
+from counterpoint.launch_filter.control_block import ControlBlock, block_in_use
 from counterpoint.ranks import Exchange, launched_rank
 from counterpoint.supervised.handshake import (
     HandshakeError,
@@ -72,12 +72,32 @@ class JobAgent:
         self._exchange: Exchange | None = None
         self._heartbeat: Heartbeat | None = None
         self._pid = os.getpid()
-        self._is_retired, self._is_failed = _is_within_rank(self._pid), False
+        self._totals_name = str(self._pid)
+        self._is_within, self._is_retired, self._is_failed = _is_within_rank(self._pid), False, False
 
     @property
     def is_retired(self) -> bool:
         """Whether there is nothing more to do."""
         return self._is_retired
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has taken part in what ranks agree on."""
+        return self._exchange is not None or self._tuner is not None
+
+    def _is_no_rank(self) -> bool:
+        """Return whether there is nothing to do in this process: it is retired, a forked child of a rank, or started by a
+        rank and not joined with ranks of its own.
+        """
+        if self._is_retired or os.getpid() != self._pid:
+            return True
+        if self._is_within:
+            from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+            self._is_within = not torch_job.is_one_of_several()
+            if not self._is_within:
+                os.environ[RANK_PROCESS_VARIABLE] = str(self._pid)
+        return self._is_within
 
     def optimizer_made(self) -> None:
         """Handle a new optimizer, usually for a model that is complete and has not run yet.
@@ -85,7 +105,7 @@ class JobAgent:
         What fails here fails again when the first step has ended, and is reported then, because the other ranks wait for
         the answer.
         """
-        if self._is_retired:
+        if self._is_no_rank():
             return
         if self._tuner is not None:
             self._tuner.optimizer_made()
@@ -93,7 +113,9 @@ class JobAgent:
         with suppress(Exception):
             self._report_early()
         with suppress(Exception):
-            if self._settings.may_switch_paths and launched_rank(os.environ) is not None:
+            from counterpoint.supervised import torch_job  # noqa: PLC0415  the job has torch by now
+
+            if self._settings.may_switch_paths and torch_job.is_rank_of_job():
                 self._job_paths().prepare()
 
     def _report_early(self) -> None:
@@ -109,7 +131,7 @@ class JobAgent:
 
         Ranks have to count alike, so nothing depends on when the garbage collector of this rank removes an optimizer.
         """
-        if self._is_retired or self._has_marks or os.getpid() != self._pid:  # a forked child of a rank is no rank
+        if self._has_marks or self._is_no_rank():
             return
         if self._optimizer is None or self._optimizer() is not optimizer:
             seen, num_steps = self._others.get(id(optimizer), (None, 0))
@@ -147,7 +169,7 @@ class JobAgent:
         """
         is_first, self._has_marks = not self._has_marks, True
         is_begin = False
-        if is_first and not self._is_retired and os.getpid() == self._pid:
+        if is_first and not self._is_no_rank():
             with suppress(Exception):  # as in `optimizer_made`
                 is_begin = self._must_count_alike()
                 if is_begin and self._tuner is None:
@@ -156,7 +178,7 @@ class JobAgent:
             self._step_ended()
 
     def _step_ended(self) -> None:
-        if self._is_retired or os.getpid() != self._pid:  # as above
+        if self._is_no_rank():
             return
         try:
             if self._tuner is None:
@@ -186,9 +208,10 @@ class JobAgent:
         problem = why_no_filter(os.environ)
         if not problem and not torch_job.is_joined() and self._settings.only_reports:
             return None  # ranks that cannot exchange messages can still have an unguarded plan
-        path = self._directory / f"{self._pid}.block"
-        if path.exists():
+        path = block_in_use(self._directory, self._pid)
+        if path is not None:
             self._block = ControlBlock(path)  # first, so that any later failure can empty the table
+            self._totals_name = path.stem
         self._exchange = exchange = self._exchange or torch_job.job_exchange()
         if exchange.num_ranks > 1 and problem:
             self._meet(exchange, problem)
@@ -203,7 +226,7 @@ class JobAgent:
             gpu=torch_job.job_gpu(),
             say=say,
             record=lambda record: write_record(self._directory, record),
-            keep=lambda totals: write_totals(self._directory, totals),
+            keep=lambda totals: write_totals(self._directory, self._totals_name, totals),
             paths=self._job_paths() if self._settings.may_switch_paths else NoPaths(),
         )
         tuner = LiveTuner(job, self._settings, self._earlier())
@@ -294,7 +317,8 @@ class JobAgent:
             self._tuner.revert()
         elif self._block is not None:
             state = self._block.state()
-            write_totals(self._directory, Totals(setting=Setting(rules=state.rules), counters=state.counters))
+            totals = Totals(setting=Setting(rules=state.rules), counters=state.counters)
+            write_totals(self._directory, self._totals_name, totals)
             self._block.swap(())
 
 
@@ -312,3 +336,12 @@ def _is_within_rank(pid: int) -> bool:
 def agent_of_job() -> JobAgent:
     """Return the agent of this process; the same one however steps are marked."""
     return JobAgent(Path(os.environ[DIRECTORY_VARIABLE]))
+
+
+def _forked() -> None:
+    """In a forked child, drop the agent of a parent that is no rank: notebooks start ranks so."""
+    if agent_of_job.cache_info().currsize and not agent_of_job().has_begun:
+        agent_of_job.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forked)

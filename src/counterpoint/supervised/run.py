@@ -198,20 +198,20 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
         state = _read_state(path)
         if not state.driver:
             return None
-        kept = read_totals(directory, state.pid)
+        kept = read_totals(directory, path.stem)
         if state.rank < 0 <= kept.rank:  # the launcher gave it no rank, but the process group did
             state = replace(state, rank=kept.rank)
         return prove_setting(state, plan, setting, kept, is_tuned=request.is_tuning)
 
     def prove_without_launches(path: Path) -> ProcessProof | None:
-        pid = int(path.name.partition(".")[0])
-        kept = read_totals(directory, pid)
+        name = path.name.partition(".")[0]
+        pid, kept = int(name.partition("-")[0]), read_totals(directory, name)
         applied = tuple(prove_paths(kept)) if kept.setting == setting else ()
         return ProcessProof(pid=pid, rank=kept.rank, num_launches=0, applied=applied)
 
-    found = [_read_or_note(path, prove, damaged) for path in block_paths(directory)]
-    proofs = [proof for proof in found if proof is not None]
-    launched = {f"{proof.pid}.totals.json" for proof in proofs}
+    by_name = {path.stem: _read_or_note(path, prove, damaged) for path in block_paths(directory)}
+    proofs = [proof for proof in by_name.values() if proof is not None]
+    launched = {f"{name}.totals.json" for name, proof in by_name.items() if proof is not None}
     others = [path for path in totals_paths(directory) if path.name not in launched]
     found = [_read_or_note(path, prove_without_launches, damaged) for path in others]
     proofs += [proof for proof in found if proof is not None and proof.applied]

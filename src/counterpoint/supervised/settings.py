@@ -4,7 +4,6 @@ The folder exists as long as the job. `run` writes the settings before the job s
 record as it goes, so that its findings survive even if the job is killed. The variable is internal: users do not set it.
 """
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -156,14 +155,14 @@ def read_record(directory: Path) -> LiveRecord | None:
     return msgspec.json.decode(path.read_bytes(), type=LiveRecord) if path.exists() else None
 
 
-def write_totals(directory: Path, totals: Totals) -> None:
-    """Write this process's counts. Raises `OSError`."""
-    write_whole(directory / f"{os.getpid()}.totals.json", write_json(totals).encode())
+def write_totals(directory: Path, name: str, totals: Totals) -> None:
+    """Write a process's counts under the name of its block, or its number if it has no block. Raises `OSError`."""
+    write_whole(directory / f"{name}.totals.json", write_json(totals).encode())
 
 
-def read_totals(directory: Path, pid: int) -> Totals:
+def read_totals(directory: Path, name: str) -> Totals:
     """Read a process's counts; those of the unmodified job if it never wrote any."""
-    path = directory / f"{pid}.totals.json"
+    path = directory / f"{name}.totals.json"
     return msgspec.json.decode(path.read_bytes(), type=Totals) if path.exists() else Totals()
 
 

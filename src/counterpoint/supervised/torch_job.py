@@ -45,6 +45,11 @@ def is_joined() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
+def is_one_of_several() -> bool:
+    """Return whether this process has joined a process group of several ranks."""
+    return is_joined() and dist.get_world_size() > 1
+
+
 def job_exchange(purpose: str = "run") -> Exchange:
     """Return the exchange of this job's ranks, or of this process alone without a process group. Each purpose has its
     own.

@@ -40,6 +40,11 @@ class OptimizerWatch:
     def __init__(self) -> None:
         self.is_done = self.is_hooked = False
         self.begun_by = 0  # the id of the optimizer whose step has begun, until that step is told
+        os.register_at_fork(after_in_child=self.forked)
+
+    def forked(self) -> None:
+        """Go on in a forked child, even if the parent was no rank; its agent may not be needed either."""
+        self.is_done = False
 
     def register(self, module: Any) -> None:
         """Register with torch, also for new optimizers: torch has no hook for those, so `__init__` is wrapped.
@@ -127,15 +132,13 @@ class AwaitedImport:
         if name != AWAITED:
             return None
         sys.meta_path.remove(self)
-        for finder in list(sys.meta_path):
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                try:
-                    self.follow(spec.loader)
-                except Exception as problem:
-                    report(problem)
-                return spec
-        return None
+        spec = importlib.util.find_spec(name)  # knows what Python asks of finders that have no `find_spec`
+        if spec is not None:
+            try:
+                self.follow(spec.loader)
+            except Exception as problem:
+                report(problem)
+        return spec
 
     def follow(self, loader: Any) -> None:
         """Call back when the loader has run the module; afterwards the loader is as it was."""
