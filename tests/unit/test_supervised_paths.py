@@ -368,7 +368,10 @@ def test_a_plan_with_paths_is_in_force_from_the_second_step_and_guarded(most_ahe
 def test_a_plan_that_nobody_can_take_is_said_at_once_by_rank_0_alone() -> None:
     job = PathsJob(GUARDED, lambda rank: (DDP,))
     job.run(150, by_paths(0.2))
-    assert job.ranks[0].said == ["all-gathers stay unchanged: the job has no model or call that could take it"]
+    assert job.ranks[0].said == [
+        "all-gathers stay unchanged: the job has no model or call that could take it; "
+        "torch's functional collectives are not taken"
+    ]
     assert not job.ranks[1].said
 
 

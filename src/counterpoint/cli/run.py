@@ -44,7 +44,12 @@ NO_CONTROL_PAYS = (
 )
 @output_option("With --tune: save the plan that was found (.toml).")
 @click.option(
-    "--budget", type=int, metavar="STEPS", default=200, show_default=True, help="The number of steps that --tune may use."
+    "--budget",
+    type=int,
+    metavar="STEPS",
+    default=200,
+    show_default=True,
+    help="The number of steps that --tune may use; 100 or more, and some jobs need more.",
 )
 @click.option(
     "--guard",

@@ -202,7 +202,9 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         if not fitting:
             is_of_job = target == WORDS["all_to_all"]  # no model calls these
             besides = " besides what is overlapped" if paths.overlaps_matmuls or paths.overlaps_experts else ""
-            found[target] = NO_EXCHANGE if is_of_job else f"the job has no model or call{besides} that could take it"
+            others = "" if target in (MATMULS, EXPERTS) else "; torch's functional collectives are not taken"
+            reason = f"the job has no model or call{besides} that could take it{others}"
+            found[target] = NO_EXCHANGE if is_of_job else reason
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found

@@ -11,6 +11,8 @@ from counterpoint.planner.operators import TunedOperator
 from counterpoint.report.text import new_table, shorten
 from counterpoint.units import format_change, format_percent, format_us
 
+LEAST_EXPLAINED = 0.01
+"""A change that differs by more than this from that of the medians is explained: it is found round by round."""
 STATE_STYLES = {"verified": "green", "refused": "yellow", "failed": "bold red"}
 
 
@@ -27,6 +29,8 @@ def print_measurements(console: Console, measurements: Sequence[Measurement]) ->
         spread = format_percent(row.spread)
         table.add_row(row.label, format_us(row.median_us), change, spread, str(row.num_rounds))
     console.print(table)
+    if any(abs(row.median_us / measurements[0].median_us - row.ratio) > LEAST_EXPLAINED for row in measurements[1:]):
+        console.print(Text("A change is the median of those within each round, so medians do not give it.", style="dim"))
     console.print()
 
 
