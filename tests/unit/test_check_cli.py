@@ -63,6 +63,30 @@ def test_a_setting_that_only_may_defeat_overlap_ends_with_0(node: Path) -> None:
     assert "No setting defeats overlap, 1 may defeat it; 0 notes." in done.stdout
 
 
+SCRIPT = "from lightning import Fabric\nfrom parallelism import parallelize\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "where"),
+    [
+        ("fabric run --accelerator cuda --devices 2 --strategy fsdp train.py", "", "--strategy fsdp"),
+        ("python train.py", "fabric = Fabric(devices=2, strategy='fsdp')\n", "train.py:3"),
+        ("python train.py", "from lightning.pytorch.strategies import FSDPStrategy\n", "train.py:3"),
+        ("accelerate launch train.py --dp-shard-size 2", "FullyShardedDataParallelPlugin(fsdp_version=2)\n", "train.py:3"),
+    ],
+)
+def test_fsdp_of_lightning_and_accelerate_with_one_queue_ends_with_1(
+    tmp_path: Path, node: Path, words: str, line: str, where: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT + line)
+    one_queue = ("env", "CUDA_DEVICE_MAX_CONNECTIONS=1")
+    done = counterpoint("check", "--context", node, "--", *one_queue, *words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    text = " ".join(done.stdout.split())
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS: 1 (in the command), with {where}" in text
+    assert "not checked what train.py imports: only the script itself was read, not lightning, parallelism." in text
+
+
 def test_the_shells_variables_count_and_the_command_is_not_run(tmp_path: Path) -> None:
     proof = tmp_path / "ran"
     script = tmp_path / "train.py"

@@ -54,6 +54,19 @@ def test_variables_that_a_command_sets_or_removes(command: str, expected: dict[s
         ("counterpoint run --plan p.toml -- torchrun train.py", ("counterpoint", "torchrun"), "train.py", 1, None),
         ("timeout 60 ncu --set full python train.py", ("timeout", "ncu", "python"), "train.py", None, None),
         ("./train.py --lr 1", ("train.py",), "./train.py", None, None),
+        ("accelerate-launch --num_machines 2 train.py", ("accelerate-launch",), "train.py", 2, None),
+        ("accelerate launch -m pkg.train --x 1", ("accelerate",), "pkg.train", None, None),
+        ("fabric run --devices 2 --strategy fsdp kf/train.py a.py", ("fabric",), "kf/train.py", 1, None),
+        ("/opt/bin/fabric run --num-nodes 4 train.py", ("fabric",), "train.py", 4, None),
+        ("lightning run model --num_nodes=2 train.py", ("lightning",), "train.py", 2, None),
+        ("tune run --nnodes 2 --nproc_per_node 4 full_finetune --config c", ("tune",), "full_finetune", 2, 4),
+        ("tune run my/recipe.py --config c --nnodes 9", ("tune",), "my/recipe.py", 1, None),
+        ("composer -n 8 train.py", ("composer",), "train.py", None, None),
+        ("colossalai run --nproc_per_node 8 --hostfile h train.py", ("colossalai",), "train.py", None, 8),
+        ("srun -N 2 fabric run --strategy ddp train.py", ("srun", "fabric"), "train.py", 2, None),
+        ("nohup torchrun --nnodes 2 train.py", ("nohup", "torchrun"), "train.py", 2, None),
+        ("docker run image/tune torchrun --nnodes 2 train.py", ("docker", "torchrun"), "train.py", 2, None),
+        ("mylauncher --x=a.py -m 4 train.py other.py", ("mylauncher",), "train.py", None, None),
     ],
 )
 def test_how_a_job_is_started(
@@ -69,7 +82,17 @@ def test_how_a_job_is_started(
     [
         ("torchrun t.py --use-torch-fsdp2", {"fsdp2"}),
         ("torchrun t.py --use_megatron_fsdp", {"megatron_fsdp", "megatron"}),
-        ("accelerate launch --use_fsdp t.py", {"fsdp1"}),
+        ("accelerate launch --use_fsdp t.py", {"fsdp"}),
+        ("accelerate launch --parallelism_config_dp_shard_size 2 --parallelism_config_tp_size=1 t.py", {"fsdp"}),
+        ("accelerate launch --parallelism_config_tp_size 2 --use_deepspeed t.py", {"tensor_parallel", "deepspeed"}),
+        ("torchrun t.py --fsdp full_shard", {"fsdp"}),
+        ("torchrun t.py --fsdp false", set()),
+        ("fabric run --strategy fsdp t.py", {"fsdp"}),
+        ("fabric run --strategy=deepspeed_stage_2 t.py", {"deepspeed"}),
+        ("fabric run --strategy auto t.py", set()),
+        ("python t.py fit --trainer.strategy lightning.pytorch.strategies.FSDPStrategy", {"fsdp1"}),
+        ("python t.py --trainer.strategy ddp_find_unused_parameters_true", {"data_parallel"}),
+        ("unknown-launcher --strategy fsdp t.py --use-torch-fsdp2", {"fsdp", "fsdp2"}),
         ("torchrun t.py --tensor-model-parallel-size 2", {"megatron", "megatron_tensor_parallel"}),
         ("torchrun t.py --tensor-model-parallel-size 1", {"megatron"}),
         ("torchrun t.py --context-parallel-size=4", {"megatron", "megatron_tensor_parallel"}),
@@ -155,6 +178,66 @@ def test_signs_of_a_script_come_with_their_first_lines(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("Fabric(strategy='fsdp')", {"fsdp"}),
+        ("L.Trainer(strategy='fsdp_cpu_offload')", {"fsdp"}),
+        ("Trainer(strategy='deepspeed_stage_3' if large else 'ddp')", {"deepspeed", "data_parallel"}),
+        ("strategy = 'ddp_spawn'", {"data_parallel"}),
+        ("Trainer(**{'strategy': 'fsdp'})", {"fsdp"}),
+        ("Trainer(strategy='auto')", set()),
+        ("Trainer(strategy=FSDPStrategy(sharding_strategy='FULL_SHARD'))", {"fsdp1"}),
+        ("from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy", {"data_parallel", "deepspeed"}),
+        ("ModelParallelStrategy(parallelize)", {"tensor_parallel"}),
+        ("strategies.ModelParallelStrategy(parallelize, data_parallel_size=2)", {"tensor_parallel", "fsdp2"}),
+        ("LLM(data_parallel_size=2)", set()),
+        ("from accelerate import FullyShardedDataParallelPlugin as Plugin", {"fsdp"}),
+        ("ParallelismConfig(dp_shard_size=args.shards, tp_size=1, cp_size=None)", {"fsdp"}),
+        ("ParallelismConfig(tp_size=2, cp_size=2)", {"tensor_parallel", "context_parallel"}),
+        ("Accelerator(kwargs_handlers=[DistributedDataParallelKwargs()])", {"data_parallel"}),
+        ("TrainingArguments(fsdp='full_shard auto_wrap')", {"fsdp"}),
+        ("TrainingArguments(fsdp=True, deepspeed='ds.json')", {"fsdp", "deepspeed"}),
+        ("TrainingArguments(fsdp='', deepspeed=None)", set()),
+        ("TrainingArguments(fsdp=False, fsdp_config=None)", set()),
+        ("Model.from_pretrained(name, tp_plan='auto')", {"tensor_parallel"}),
+        ("DistributedConfig(fsdp_size=4)", {"fsdp2"}),
+        ("fsdp: bool = True", {"fsdp"}),
+        ("fsdp = args.fsdp", set()),
+        ("training.shard_model(model=model)", {"fsdp2"}),
+        ("inference.shard_model(model)", set()),
+        ("deepspeed.initialize(model=model)", {"deepspeed"}),
+        ("from torch.distributed.tensor.parallel import parallelize_module", {"tensor_parallel"}),
+        ("from torch.distributed.pipelining import PipelineStage", {"pipeline_parallel"}),
+        ("from torch.distributed.tensor.experimental import context_parallel", {"context_parallel"}),
+    ],
+)
+def test_parallelism_that_a_script_shows_by_the_names_of_libraries(source: str, expected: set[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    found = read_script(str(script))
+    assert found is not None
+    assert {hint.kind for hint in found.hints} == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "imported"),
+    [
+        ("import os, torch\nfrom torch.distributed import fsdp\nfrom pathlib import Path\n", None),
+        (
+            "import lightning as L\ndef f():\n    from model.layers import Block\nimport lightning.fabric\n",
+            "lightning, model",
+        ),
+        ("from . import plan\nfrom .parallelism import parallelize\n", "., .parallelism"),
+    ],
+)
+def test_imports_that_were_not_read_are_named(source: str, imported: str | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    line = f"what train.py imports: only the script itself was read, not {imported}"
+    assert read(f"torchrun {script}").unknown == (() if imported is None else (line,))
+
+
 @pytest.mark.parametrize("content", [b"def broken(:\n", b"\x00\xff", b"\xff\xfe"])
 def test_a_script_that_cannot_be_parsed_is_said_to_be_unread(tmp_path: Path, content: bytes) -> None:
     script = tmp_path / "train.py"
@@ -172,6 +255,16 @@ def test_a_script_that_cannot_be_parsed_is_said_to_be_unread(tmp_path: Path, con
         ("torchrun --no-python ./a.out", "torchrun --no-python"),
         ("srun ./a.out", "what srun starts"),
         ("python nowhere.py", "script nowhere.py was not read"),
+        ("tune run full_finetune_distributed --config c", "script full_finetune_distributed was not read"),
+        ("tune download model", "how tune starts a job is not known here, so what it starts was not read"),
+        ("litgpt pretrain model", "how litgpt starts a job is not known here"),
+        ("uv run torchrun train.py", "how uv starts a job is not known here, so train.py was taken for its script"),
+        ("axolotl train config.yml", "the file config.yml was not read"),
+        ("tune run r --config=c.yaml", "the file c.yaml was not read"),
+        ("accelerate launch --config_file c.yaml t.py", "the file c.yaml was not read"),
+        ("accelerate launch t.py", "what `accelerate config` saved"),
+        ("accelerate launch -m pkg.train", "module pkg.train was not read"),
+        ("composer -n 8 -c ./a.out", "what composer starts: none of its words ends in .py"),
     ],
 )
 def test_what_cannot_be_seen_of_a_command_is_said(command: str, expected: str) -> None:
@@ -233,6 +326,12 @@ WORDS = st.sampled_from(
         "",
         "ncu",
         "=",
+        "fabric",
+        "tune",
+        "run",
+        "accelerate",
+        "launch",
+        "c.yaml",
     ]
 )
 

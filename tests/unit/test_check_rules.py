@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from counterpoint.doctor.command import FLAG_SIGNS, read_command
+from counterpoint.doctor.command import FLAG_SIGNS, SIZE_SIGNS, read_command
 from counterpoint.doctor.job_context import (
     SEVERITIES,
     Finding,
@@ -85,6 +85,7 @@ FIRES: list[tuple[Rule, JobContext, str]] = [
     (launchers.occupied_plugin_slot, on(NCCL_TUNER_PLUGIN="libnccl-ofi-tuner.so"), NOTE),
     (queues.one_queue_for_sharded_data_parallel, on(H200, job=FSDP2, CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
     (queues.one_queue_for_sharded_data_parallel, on(B200, job=hints("fsdp1"), CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
+    (queues.one_queue_for_sharded_data_parallel, on(H200, job=hints("fsdp"), CUDA_DEVICE_MAX_CONNECTIONS="1"), DEFEATS),
     (queues.several_queues_for_megatron, on(H200, job=TP), DEFEATS),
     (queues.several_queues_for_megatron, on(H200, job=TP, CUDA_DEVICE_MAX_CONNECTIONS="8"), DEFEATS),
     (queues.several_queues_for_megatron, on(job=TP), MAY),
@@ -348,7 +349,7 @@ ODD_VALUES = st.sampled_from(["", "0", "1", "2", "-1", "ZERO|", "²", "1e3", "99
     gpus=st.lists(st.sampled_from([H200, B200, MI300X, FoundGpu(name="?", compute_capability="odd")]), max_size=3),
     version=st.sampled_from(["", "2.7.1", "2.9", "2.13.0+cpu", "unknown"]),
     kinds=st.lists(
-        st.sampled_from(sorted({*FLAG_SIGNS.values(), *NAME_SIGNS.values(), "megatron", "megatron_tensor_parallel"})),
+        st.sampled_from(sorted({*FLAG_SIGNS.values(), *NAME_SIGNS.values(), *SIZE_SIGNS.values(), "megatron"})),
         max_size=4,
     ),
     vendor=st.sampled_from(["nvidia", "amd", "unknown"]),

@@ -2,9 +2,10 @@
 parallelism.
 
 It knows `env` and NAME=VALUE words, srun, mpirun, profilers and other wrappers, torchrun (also as `python -m
-torch.distributed.run`), accelerate and deepspeed. It also knows the options of the job by the names that Megatron-LM,
-torchtitan and accelerate use. Of configuration files it reads DeepSpeed's, but no shell scripts, and no modules that the
-script imports.
+torch.distributed.run`) and the launchers of accelerate, DeepSpeed, Lightning, torchtune, Composer and ColossalAI. Of another
+program it reads the first argument that ends in .py. It also knows the options of the job by the names that Megatron-LM,
+torchtitan, accelerate, transformers and Lightning use. Of configuration files it reads DeepSpeed's, but no shell scripts,
+and no modules that the script imports. What it finds and does not read, it names.
 """
 
 import re
@@ -12,20 +13,27 @@ from collections.abc import Mapping, Sequence
 
 from counterpoint.doctor.deepspeed_config import read_deepspeed
 from counterpoint.doctor.job_context import Hint, HintKind, JobCommand, whole_number
-from counterpoint.doctor.script import read_script
+from counterpoint.doctor.script import read_script, strategy_sign
 from counterpoint.errors import JobContextError
 from counterpoint.value import Value
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?$")
-LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+# each with the word after it that starts a script, if there is one
+LAUNCHERS = {
+    "torchrun": "", "deepspeed": "", "composer": "", "accelerate-launch": "", "accelerate": "launch", "fabric": "run",
+    "lightning": "run", "tune": "run", "colossalai": "run",
+}  # fmt: skip
+ACCELERATE = ("accelerate", "accelerate-launch")
+WITH_TORCHRUN_OPTIONS = ("torchrun", "tune")  # torchtune/_cli/run.py: tune run [TORCHRUN-OPTIONS] <recipe>
+ON_ONE_NODE = ("torchrun", "tune", "fabric", "lightning")  # unless an option says otherwise
 CONTAINERS = ("docker", "podman", "nerdctl", "apptainer", "singularity", "enroot")
 # programs that start processes on other hosts; mpirun only if it is given hosts
 OTHER_HOSTS = ("srun", "mpirun", "mpiexec", "orterun", "prun", "jsrun", "aprun", "pdsh", "clush")
 MOUNTS = ("-v", "--volume", "--mount", "-B", "--bind", "--container-mounts")
 WRAPPERS = (
     *CONTAINERS, *OTHER_HOSTS, "nsys", "ncu", "rocprof-compute", "rocprofv3", "compute-sanitizer", "numactl", "taskset",
-    "nice", "time", "timeout", "stdbuf", "counterpoint",
+    "nice", "nohup", "setsid", "time", "timeout", "stdbuf", "counterpoint",
 )  # fmt: skip
 SHELLS = ("sh", "bash", "zsh", "dash")
 # torchrun's options that take no value; every other one takes the next word (torch/distributed/run.py, torch 2.13)
@@ -39,19 +47,32 @@ MEGATRON_OPTIONS = (
     "--use-distributed-optimizer", "--overlap-grad-reduce", "--tp-comm-overlap", "--use-megatron-fsdp",
     "--expert-model-parallel-size",
 )  # fmt: skip
+CONFIGURATIONS = (".yaml", ".yml", ".toml")
+STRATEGY_OPTIONS = ("--strategy", "--trainer.strategy")  # fabric run, LightningCLI
 DEEPSPEED_OPTIONS = ("--deepspeed", "--deepspeed-config", "--deepspeed-config-file")  # of jobs, and of accelerate
 # an option of a job, and what its presence tells
 FLAG_SIGNS: dict[str, HintKind] = {
     "--use-torch-fsdp2": "fsdp2",
     "--use-megatron-fsdp": "megatron_fsdp",
     "--use-custom-fsdp": "megatron_fsdp",
-    "--use-fsdp": "fsdp1",
+    "--use-fsdp": "fsdp",
+    "--fsdp": "fsdp",
+    "--use-deepspeed": "deepspeed",
+    "--deepspeed": "deepspeed",
     "--overlap-moe-expert-parallel-comm": "expert_overlap",
     "--tp-comm-overlap": "symmetric_memory",
     "--parallelism.enable-async-tensor-parallel": "symmetric_memory",
     "--high-priority-stream-groups": "high_priority",
     "--enable-cuda-graph": "cuda_graph",
     "--external-cuda-graph": "cuda_graph",
+}
+# an option with a number of ranks, and what more than one tells
+SIZE_SIGNS: dict[str, HintKind] = {
+    "--tensor-model-parallel-size": "megatron_tensor_parallel",
+    "--context-parallel-size": "megatron_tensor_parallel",
+    "--parallelism-config-dp-shard-size": "fsdp",
+    "--parallelism-config-tp-size": "tensor_parallel",
+    "--parallelism-config-cp-size": "context_parallel",
 }
 
 
@@ -104,16 +125,25 @@ class _Reader:
         if found is None and self._script:
             what = "module" if self._is_module else "script"
             self._unknown.append(f"the {what} {self._script} was not read: its source is not available here")
+        elif found is not None and found.imported:
+            self._unknown.append(
+                f"what {_name(self._script)} imports: only the script itself was read, not {', '.join(found.imported)}"
+            )
+        is_on_one_node = "srun" not in self.programs and any(name in self.programs for name in ON_ONE_NODE)
         job = JobCommand(
             programs=tuple(self.programs),
             script=self._script,
-            num_nodes=self._count(NODE_OPTIONS, 1 if "torchrun" in self.programs and "srun" not in self.programs else None),
+            num_nodes=self._count(NODE_OPTIONS, 1 if is_on_one_node else None),
             num_processes_per_node=self._count(PROCESS_OPTIONS, None),
             options=options,
             clears_environment=self._clears_environment,
             container=self._container(),
             mounts=tuple(self._mounts),
-            hints=(*_option_hints(options | self._launch_options), *self._deepspeed_hints(options), *(found or ())),
+            hints=(
+                *_option_hints(options | self._launch_options),
+                *self._deepspeed_hints(options),
+                *(found.hints if found is not None else ()),
+            ),
         )
         return ReadCommand(
             job=job,
@@ -189,7 +219,7 @@ class _Reader:
 
     def _read_wrapper(self) -> None:
         """Skip a wrapper's own words up to the next known program; keep the variables they set."""
-        while self._rest and not _is_known(self._rest[0]):
+        while self._rest and not _is_known(self._rest):
             word = self._rest.pop(0)
             following = self._rest[0] if self._rest else ""
             if word in ("-x", "--export") and "=" in following:
@@ -202,9 +232,7 @@ class _Reader:
             if name in MOUNTS:
                 self._mounts.append(value if has_value else following)
         if not self._rest:
-            self._unknown.append(
-                f"what {self.programs[-1]} starts: its words name no python, torchrun, accelerate or deepspeed"
-            )
+            self._unknown.append(f"what {self.programs[-1]} starts: its words name no python and no launcher known here")
 
     def _assign_all(self, list_of_assignments: str) -> None:
         for word in list_of_assignments.split(","):
@@ -219,20 +247,33 @@ class _Reader:
         """Read the program, its own options, and the script; the job's options remain."""
         if not self._rest:
             return
+        is_launcher = _is_launcher(self._rest)
+        self._name_configurations()
         word = self._take_program()
         name = _name(word)
-        self._program_path = word if PYTHON.match(name) or name in LAUNCHERS else ""
+        self._program_path = word if PYTHON.match(name) or is_launcher else ""
+        if is_launcher and LAUNCHERS[name]:
+            self._rest.pop(0)
         if name in SHELLS:
             self._unknown.append(f"what {name} runs: shell scripts are not read. Give the command inside it")
             self._rest = []
         elif PYTHON.match(name):
             self._read_python()
-        elif name == "torchrun":
+        elif is_launcher and name in WITH_TORCHRUN_OPTIONS:
             self._read_torchrun()
-        elif name in LAUNCHERS:
+        elif is_launcher:
             self._read_other_launcher()
-        elif name.endswith(".py"):
+        elif _is_script(name):
             self._script = word
+        else:
+            self._read_unknown_program()
+
+    def _name_configurations(self) -> None:
+        """List the files of settings that the job's words name; DeepSpeed's are JSON, and are read."""
+        files = [word.rpartition("=")[2] for word in self._rest if word.endswith(CONFIGURATIONS)]
+        self._unknown += [
+            f"the file {file} was not read: of configurations, only DeepSpeed's are" for file in dict.fromkeys(files)
+        ]
 
     def _read_python(self) -> None:
         while self._rest and self._rest[0].startswith("-"):
@@ -268,14 +309,28 @@ class _Reader:
         elif self._rest:
             self._script = self._rest.pop(0)
 
-    def _read_other_launcher(self) -> None:
-        """Read accelerate or deepspeed: every word before the first script belongs to the launcher."""
-        while self._rest and not self._rest[0].endswith(".py"):
+    def _read_other_launcher(self, module_options: Sequence[str] = ("-m", "--module")) -> None:
+        """Read a launcher with options of its own: every word before the first script or module belongs to it."""
+        while self._rest and not _is_script(self._rest[0]) and not self._is_module:
             word = self._rest.pop(0)
+            following = self._rest[0] if self._rest else "-"
             if word.startswith("-"):
-                self._keep_launch_option(word, self._rest[0] if self._rest else "")
+                self._keep_launch_option(word, following)
+            self._is_module = word in module_options and not following.startswith("-")
         if self._rest:
             self._script = self._rest.pop(0)
+        else:
+            self._unknown.append(f"what {self.programs[-1]} starts: none of its words ends in .py")
+        if self.programs[-1] in ACCELERATE and "--config-file" not in self._launch_options:
+            self._unknown.append("what `accelerate config` saved, if anything: the command names no such file")
+
+    def _read_unknown_program(self) -> None:
+        """Name the program, and take its first argument that ends in .py for its script."""
+        name, script = self.programs[-1], next((word for word in self._rest if _is_script(word)), "")
+        taken = f", so {script} was taken for its script" if script else ", so what it starts was not read"
+        self._unknown.append(f"how {name} starts a job is not known here{taken}")
+        if script:
+            self._read_other_launcher(module_options=())
 
     def _count(self, options: Sequence[str], default: int | None) -> int | None:
         """Return the last number of the first option given: "1:4" nodes means up to 4."""
@@ -305,17 +360,33 @@ def _option_hints(options: Mapping[str, str]) -> list[Hint]:
         if options.get(option, "false").lower() != "false"
     ]
     hints += [Hint(kind="megatron", where=option) for option in MEGATRON_OPTIONS if option in options][:1]
-    for option in ("--tensor-model-parallel-size", "--context-parallel-size"):
+    for option, kind in SIZE_SIGNS.items():
         if (whole_number(options.get(option, "")) or 1) > 1:
-            hints.append(Hint(kind="megatron_tensor_parallel", where=f"{option} {options[option]}"))
+            hints.append(Hint(kind=kind, where=f"{option} {options[option]}"))
+    for option in STRATEGY_OPTIONS:
+        strategy = strategy_sign(options.get(option, ""))
+        if strategy is not None:
+            hints.append(Hint(kind=strategy, where=f"{option} {options[option]}"))
     if options.get("--cuda-graph-impl", "none") != "none":
         hints.append(Hint(kind="cuda_graph", where=f"--cuda-graph-impl {options['--cuda-graph-impl']}"))
     return hints
 
 
-def _is_known(word: str) -> bool:
-    name = _name(word)
-    return name in (*LAUNCHERS, *WRAPPERS, *SHELLS, "env") or bool(PYTHON.match(name)) or name.endswith(".py")
+def _is_known(words: Sequence[str]) -> bool:
+    """Return whether the first of these words is a program whose own words can be read."""
+    name = _name(words[0])
+    is_program = name in (*WRAPPERS, *SHELLS, "env") or bool(PYTHON.match(name)) or _is_script(words[0])
+    return is_program or _is_launcher(words)
+
+
+def _is_launcher(words: Sequence[str]) -> bool:
+    """Return whether the first of these words is a launcher that is told to start a script."""
+    subcommand = LAUNCHERS.get(_name(words[0]))
+    return subcommand is not None and subcommand in ("", *words[1:2])
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not word.startswith("-")
 
 
 def _name(word: str) -> str:

@@ -19,23 +19,29 @@ from counterpoint.value import Value, read_toml, require, toml_output
 CONTEXT = toml_output("context")
 
 HintKind = Literal[
+    "context_parallel",
     "cuda_graph",
     "data_parallel",
+    "deepspeed",
     "expert_overlap",
+    "fsdp",
     "fsdp1",
     "fsdp2",
     "high_priority",
     "megatron",
     "megatron_fsdp",
     "megatron_tensor_parallel",
+    "pipeline_parallel",
     "sm_carveout",
     "symmetric_memory",
+    "tensor_parallel",
     "zero_cta",
     "zero_without_overlap",
 ]
 Severity = Literal["defeats overlap", "may defeat overlap", "note"]
 SEVERITIES: tuple[Severity, ...] = ("defeats overlap", "may defeat overlap", "note")
-SHARDED: tuple[HintKind, ...] = ("fsdp1", "fsdp2", "megatron_fsdp")
+# "fsdp" stands for either version, where the words do not tell which
+SHARDED: tuple[HintKind, ...] = ("fsdp1", "fsdp2", "megatron_fsdp", "fsdp")
 Version = tuple[int, ...]
 
 

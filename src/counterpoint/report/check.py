@@ -89,7 +89,8 @@ def _describe_job(context: JobContext) -> str:
     assert job is not None
     nodes = f", {format_count(job.num_nodes, 'node')}" if job.num_nodes else ""
     hints = ", ".join(f"{hint.kind.replace('_', ' ')} ({hint.where})" for hint in job.hints if hint.kind != "megatron")
-    return f"the command: {' '.join([*job.programs, job.script]).strip()}{nodes}; hints of {hints or 'no parallelism'}"
+    found = f"hints of {hints}" if hints else "no hints of parallelism in what was read"
+    return f"the command: {' '.join([*job.programs, job.script]).strip()}{nodes}; {found}"
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
