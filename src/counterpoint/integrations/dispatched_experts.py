@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from counterpoint.integrations.deferred_inputs import checks_types
 from counterpoint.integrations.expert_layouts import DISPATCHED_WEIGHTS, local_dispatcher
-from counterpoint.integrations.routed_experts import local_part
+from counterpoint.integrations.sequence_shards import part_of
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
 
@@ -67,7 +67,7 @@ class DispatchedExperts:
             return self._switch.watch(self._multiply(rows, counts))
         self._counts = None
         # torchtitan multiplies in bf16 whatever the types are
-        operands = [local_part(each).bfloat16() for each in (rows, *(getattr(self.experts, n) for n in DISPATCHED_WEIGHTS))]
+        operands = [part_of(each).bfloat16() for each in (rows, *(getattr(self.experts, n) for n in DISPATCHED_WEIGHTS))]
         return expert_ffn(operands[0], counts, *operands[1:], group=self.group, **self._options).type_as(rows)
 
     def combine(self, rows: torch.Tensor, metadata: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from counterpoint.integrations.expert_layouts import WEIGHTS, SpreadLayout
-from counterpoint.integrations.sequence_shards import cast_for_matmul, recording
+from counterpoint.integrations.sequence_shards import cast_for_matmul, part_of, recording
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn
 
@@ -49,7 +49,7 @@ class TorchtitanExperts:
         if tensor_mesh is not None:  # every rank of the group contributes a part of the gradient, as in torchtitan
             shared = DTensor.from_local(tokens, tensor_mesh, (Replicate(),), run_check=False)
             given = shared.to_local(grad_placements=(Partial(),))
-        weights = [local_part(getattr(self._experts, name)) for name in WEIGHTS]
+        weights = [part_of(getattr(self._experts, name)) for name in WEIGHTS]
         # torchtitan multiplies in bf16 wherever it uses grouped matmuls
         operands = [each.bfloat16() if self._experts.use_grouped_mm else cast_for_matmul(each) for each in (given, *weights)]
         rows, w1, w2, w3 = operands
@@ -107,8 +107,3 @@ class SharedExperts:
             if rows.data_ptr() == tokens.data_ptr() and rows.shape == tokens.shape and rows.dtype == tokens.dtype:
                 return result
         return self._forward(tokens)
-
-
-def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a weight; it includes FSDP2's part when FSDP2 has gathered it."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

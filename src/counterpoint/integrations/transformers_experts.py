@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from counterpoint.integrations.expert_layouts import implementation_of
-from counterpoint.integrations.routed_experts import local_part
-from counterpoint.integrations.sequence_shards import cast_for_matmul
+from counterpoint.integrations.sequence_shards import cast_for_matmul, part_of
 from counterpoint.integrations.switched_hooks import Switch
 from counterpoint.ops import expert_ffn, gated_silu
 from counterpoint.ops.operator_call import expert_calls_of
@@ -91,7 +90,7 @@ class TransformersExperts:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sizes of what is sent are read on the host
     def run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the experts' results for each token (tokens, dim)."""
-        given, weights = local_part(hidden_states), local_part(top_k_weights)
+        given, weights = part_of(hidden_states), part_of(top_k_weights)
         if not self._switch.holds:
             return self._switch.watch(self._forward(hidden_states, top_k_index, top_k_weights))
         if not self._is_sent(given):
@@ -147,4 +146,4 @@ class TransformersExperts:
 
     def _parameter(self, name: str) -> torch.Tensor | None:
         found = getattr(self._experts, name, None)
-        return None if found is None else cast_for_matmul(local_part(found))
+        return None if found is None else cast_for_matmul(part_of(found))
