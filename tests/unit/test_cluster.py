@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 import msgspec
@@ -13,9 +13,9 @@ from counterpoint.cluster.description import ClusterFile, Configuration, load_cl
 from counterpoint.cluster.estimate import calibration_of, estimate_step
 from counterpoint.cluster.extend import extend_step
 from counterpoint.cluster.kernels import matmul
-from counterpoint.cluster.pass_builder import TENSOR_GROUP
+from counterpoint.cluster.pass_builder import TENSOR_GROUP, groups_of
 from counterpoint.cluster.passes import PassKind, pass_step
-from counterpoint.cluster.pipeline import StageTimes, run_pipeline
+from counterpoint.cluster.pipeline import StageTimes, action_order, most_held, run_pipeline, zero_bubble_order
 from counterpoint.cluster.training import Compression, Model, Parallelism, Skew, Training
 from counterpoint.errors import CounterpointError, MachineError
 from counterpoint.job import load_job
@@ -169,6 +169,17 @@ def test_pipelines_take_what_their_papers_say() -> None:
     assert sum(zero.busy_us) == pytest.approx(stages * number * 3.0)
 
 
+@pytest.mark.parametrize(("kind", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_a_stage_holds_as_many_micro_batches_as_its_order_leaves_open(kind: str, chunks: int) -> None:
+    is_split = kind == "zero_bubble"
+    for stage, number in product(range(4), (4, 8)):
+        order = zero_bubble_order(stage, 4, number) if is_split else action_order(stage, 4, chunks, number)
+        held = accumulate((what == "F") - (what == "B") for what, *_ in order)
+        assert most_held(stage, 4, chunks, number) == max(held) / chunks
+        waiting = accumulate((what == "B") - (what == "W") for what, *_ in order if is_split and stage == 3)
+        assert max(waiting, default=4) == 4, "one computes, and three wait"
+
+
 def test_sends_that_block_cost_more_than_hidden_ones() -> None:
     hidden, blocking = (
         max(run_pipeline([[stage()]] * 4, 16, 0.2, is_sending_hidden=each, kind="1f1b").ends_us) for each in (True, False)
@@ -208,6 +219,25 @@ def test_the_parts_of_every_parallelism_are_within_bounds_and_add_up_to_the_step
         parts = [found.compute_us, found.tensor_exposed_us, found.bubble_us, found.data_exposed_us, found.optimizer_us]
         assert min(parts) >= 0
         assert sum(parts) + found.skew_us == pytest.approx(found.step_us)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_the_fullest_rank_holds_all_logits_of_a_micro_batch(pipeline: dict[str, object]) -> None:
+    found = configuration(parallelism=Parallelism(**pipeline))  # type: ignore[arg-type]
+    model = msgspec.structs.replace(found.model, hidden=64, vocabulary=1 << 20)
+    each = 6 + 3 * 2 if "zero_bubble" in pipeline.values() else 6  # and the gradients of three others, which wait there
+    logits = each * model.sequence * model.vocabulary / found.parallelism.tensor / found.parallelism.context
+    assert logits < estimate_step(msgspec.structs.replace(found, model=model)).memory_bytes < 1.2 * logits
+
+
+def test_context_ranks_share_the_scores_that_materialized_attention_writes() -> None:
+    work, model = [], msgspec.structs.replace(EXPERTS, attention="materialized")
+    for context in (1, 2):
+        found = msgspec.structs.replace(configuration(parallelism=Parallelism(context=context)), model=model)
+        passes = [pass_step(found, times_of(found), PassKind(direction=each), 1) for each in ("forward", "backward")]  # type: ignore[arg-type]
+        kernels = [each for step in passes for each in step.operations if each.name.startswith("attention")]
+        work.append([each.flops or each.hbm_bytes for each in kernels if isinstance(each, Kernel)])
+    assert [2 * each for each in work[1]] == work[0]  # type: ignore[operator]
 
 
 SHARDED = [Parallelism(sharding="full"), Parallelism(sharding="hybrid", shard_size=8)]
@@ -310,14 +340,39 @@ def test_gradients_of_experts_reduced_after_the_pass_cross_the_network_as_beside
     assert 0.98 * beside < after < 1.5 * beside
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+@pytest.mark.parametrize("overlap_data", [True, False])
+@pytest.mark.parametrize("model", [{}, {"model": EXPERTS}], ids=["dense", "experts"])
+def test_shards_of_one_rank_are_no_sharding(model: dict[str, Model], overlap_data: bool) -> None:
+    slow = behind_a_slow_network(Parallelism(), 2, overlap_data=overlap_data)
+    none, one = (
+        msgspec.structs.replace(slow, parallelism=Parallelism(expert=8 if model else 1, **sharding), **model)  # type: ignore[arg-type]
+        for sharding in ({}, {"sharding": "hybrid", "shard_size": 1})
+    )
+    assert estimate_step(one) == estimate_step(none)
+
+
+def test_replicas_of_sharded_experts_reduce_what_a_shard_holds() -> None:
+    sizes = Parallelism(expert=2, sharding="hybrid", shard_size=4)
+    found = msgspec.structs.replace(configuration(2, batch=48), model=EXPERTS, parallelism=sizes)
+    assert [groups_of(found)[f"expert_{name}"].size for name in ("data", "shard", "replica")] == [8, 4, 2]
+    step = pass_step(found, times_of(found), PassKind(direction="backward", is_gathering=True, is_reducing=True), 1)
+    moved = {each.name: each.num_bytes for each in step.operations if isinstance(each, Collective)}
+    gathered, scattered = (moved[f"expert_shard.{kind}"] for kind in ("all_gather", "reduce_scatter"))
+    assert moved["expert_replica.all_reduce"] == scattered / 4 == gathered / 2
+    with pytest.raises(MachineError, match=r"hold the same experts must be a multiple of shard_size = 4; found 6\."):
+        msgspec.structs.replace(found, fabric=fabric(3), parallelism=msgspec.structs.replace(sizes, expert=4))
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full", "hybrid"])
 def test_the_ranks_together_hold_every_expert(sharding: str) -> None:
     model = msgspec.structs.replace(EXPERTS, num_layers=32, ffn=14080)
     optimizer_bytes = 12 * model.num_layers * model.feed_forward_parameters
     for expert in (1, 8):
-        parallelism = Parallelism(expert=expert, sharding=sharding)  # type: ignore[arg-type]
+        shard_size = 2 if sharding == "hybrid" else None
+        parallelism = Parallelism(expert=expert, sharding=sharding, shard_size=shard_size)  # type: ignore[arg-type]
         found = msgspec.structs.replace(configuration(2), model=model, parallelism=parallelism)
-        assert 16 * estimate_step(found).memory_bytes > optimizer_bytes
+        num_replicas = 16 // expert // (shard_size or 16 // expert)
+        assert 16 * estimate_step(found).memory_bytes > num_replicas * optimizer_bytes
 
 
 def test_shaping_alone_picks_no_copy_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +401,11 @@ def test_a_step_picks_a_copy_schedule_for_each_matmul_once(monkeypatch: pytest.M
 
 
 def test_a_slow_rank_and_skew_hold_everybody() -> None:
-    usual = estimate_step(configuration())
-    slow = estimate_step(configuration(skew=Skew(slow_ranks=1, slow_factor=1.1)))
-    assert slow.skew_us == pytest.approx(0.1 * (usual.step_us - usual.optimizer_us), rel=0.05)
+    found = behind_a_slow_network(Parallelism())
+    usual, slow = (
+        estimate_step(msgspec.structs.replace(found, skew=Skew(slow_ranks=each, slow_factor=1.5))) for each in (0, 1)
+    )
+    assert slow.skew_us == pytest.approx(0.5 * (usual.compute_us + usual.optimizer_us)), "what travels takes no longer"
     small, large = (estimate_step(configuration(nodes, skew=Skew(sigma=0.01), batch=1024)) for nodes in (2, 64))
     assert large.skew_us / large.step_us > small.skew_us / small.step_us > 0
 
@@ -419,6 +476,7 @@ BASE = (EXAMPLES / "h100_4096.toml").read_text()
         ('machine = "h100"', 'machine = "h100"\nnum_rails = 9', "at most the 8 GPUs"),
         ('machine = "h100"', 'machine = "z100"', "Unknown machine"),
         ("num_chunks = 5", "num_chunks = 1", "belong together"),
+        ('sharding = "optimizer"', 'sharding = "hybrid"\nshard_size = -8', "shard_size must be from 1"),
         ("[training]", '[compression]\nmethod = "topk"\n\n[training]', "whole gradients"),
         ("global_batch = 1024", "global_batch = 1000", "must be a multiple of data x micro_batch"),
         ("efficiency = 0.8", "efficiency = 8", "must be from"),

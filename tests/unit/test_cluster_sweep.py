@@ -56,6 +56,20 @@ def test_a_sweep_that_was_cut_off_goes_on_and_ends_the_same(tmp_path: Path) -> N
     )
 
 
+def test_rows_that_a_resumed_sweep_read_are_those_that_it_would_compute(tmp_path: Path) -> None:
+    sweep, path = sweep_file(tmp_path), tmp_path / "rows.csv"
+    rows = run_sweep(sweep, SweepStore(path))
+    lines = path.read_text().splitlines(keepends=True)
+    for text in (lines[0][:2], lines[0][:50], lines[0].rstrip("\n"), "".join(lines[:4]), "".join(lines)):
+        path.write_text(text)
+        check_outputs(((path, ROWS),))
+        assert run_sweep(sweep, SweepStore(path)) == rows, "values of axes, too, whose types a Parquet file shows"
+        assert sorted(path.read_text().splitlines(keepends=True)) == sorted(lines)
+    path.write_text("key, but of no sweep")
+    with pytest.raises(MachineError, match="holds no sweep of this version"):
+        run_sweep(sweep, SweepStore(path))
+
+
 def test_a_cluster_file_without_a_sweep_is_told_so() -> None:
     with pytest.raises(MachineError, match=r"the file has no \[sweep\] table\. Add it\."):
         load_sweep(BASE.with_name("h100_4096.toml"))

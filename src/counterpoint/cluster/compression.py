@@ -9,13 +9,33 @@ the scale, one rounds.
 
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.kernels import memory_pass
-from counterpoint.cluster.pass_builder import EXPERT_DATA_GROUP, REDUCE, REPLICA_GROUP, SHARD_GROUP, PassBuilder
+from counterpoint.cluster.pass_builder import DATA_GROUP, PARTS_OF, REDUCE, PassBuilder, groups_of
 from counterpoint.cluster.training import Compression
+from counterpoint.step import CollectiveKind
 
 FULL_BYTES = 4  # of a gradient where it is compressed
 NARROW_BYTES = {"bf16": (2, 1), "fp8": (1, 2)}  # of an element on the wire, and how often it is read to narrow it
 SELECTION_PASSES = 4
 INDEX_BYTES = 4
+
+
+def reduction(configuration: Configuration, num_bytes: float, group: str) -> list[tuple[CollectiveKind, float, str]]:
+    """Return the collectives that reduce so many bytes of gradients over `group`, in turn: kind, bytes and group of each.
+
+    Ranks that share the optimizer's state keep a shard each, which their replicas reduce.
+    """
+    num_shards = _num_shards(configuration, group)
+    if num_shards == 1:
+        return [("all_reduce", num_bytes, group)]
+    if num_shards == groups_of(configuration)[group].size:
+        return [("reduce_scatter", num_bytes, group)]
+    shards, replicas = PARTS_OF[group]
+    return [("reduce_scatter", num_bytes, shards), ("all_reduce", num_bytes / num_shards, replicas)]
+
+
+def _num_shards(configuration: Configuration, group: str) -> int:
+    """Return over how many ranks of `group` reduced gradients are sharded."""
+    return configuration.optimizer_ranks if group == DATA_GROUP else configuration.expert_optimizer_ranks
 
 
 def reduce_gradients(configuration: Configuration, builder: PassBuilder, num_elements: float, group: str) -> int | None:
@@ -34,27 +54,16 @@ def reduce_gradients(configuration: Configuration, builder: PassBuilder, num_ele
         width, reads = NARROW_BYTES[method]
         builder.compute(memory_pass("gradient.narrow", (reads * FULL_BYTES + width) * num_elements))
         last = _plain(configuration, builder, width * num_elements, group)
-        widened = memory_pass("gradient.widen", (FULL_BYTES + width) * _kept(configuration, num_elements, group))
-        return builder.compute_after(widened, last)
+        kept = num_elements / _num_shards(configuration, group)
+        return builder.compute_after(memory_pass("gradient.widen", (FULL_BYTES + width) * kept), last)
     return _plain(configuration, builder, configuration.training.gradient_bytes * num_elements, group)
 
 
-def _kept(configuration: Configuration, num_elements: float, group: str) -> float:
-    """Return the gradients that a rank keeps after the reduction."""
-    is_of_experts = group == EXPERT_DATA_GROUP
-    return num_elements / (configuration.expert_optimizer_ranks if is_of_experts else configuration.optimizer_ranks)
-
-
 def _plain(configuration: Configuration, builder: PassBuilder, num_bytes: float, group: str) -> int | None:
-    sharding = configuration.parallelism.sharding
-    if sharding == "none":
-        return builder.communicate("all_reduce", num_bytes, group, stream=REDUCE)
-    if sharding == "hybrid" and group != EXPERT_DATA_GROUP:
-        first = builder.communicate("reduce_scatter", num_bytes, SHARD_GROUP, stream=REDUCE)
-        size = builder.groups[SHARD_GROUP].size
-        second = builder.communicate("all_reduce", num_bytes / size, REPLICA_GROUP, after=first, stream=REDUCE)
-        return first if second is None else second
-    return builder.communicate("reduce_scatter", num_bytes, group, stream=REDUCE)
+    last: int | None = None
+    for kind, part_bytes, members in reduction(configuration, num_bytes, group):
+        last = builder.communicate(kind, part_bytes, members, after=last, stream=REDUCE)
+    return last
 
 
 def _power_sgd(configuration: Configuration, builder: PassBuilder, num_elements: float, group: str) -> int | None:

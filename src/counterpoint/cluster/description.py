@@ -78,6 +78,10 @@ class Configuration(Value, frozen=True, kw_only=True, dict=True):
             _check_multiple("the number of micro-batches", self.num_micro_batches, "pipeline", sizes.pipeline)
         if sizes.expert > 1:
             _check_multiple("model.num_experts", model.num_experts or 1, "expert", sizes.expert)
+            same = self._expert_ranks
+            _check_multiple(
+                "the number of ranks that hold the same experts", same, "shard_size", min(sizes.shard_size or 1, same)
+            )
         method = self.compression.method
         require(
             method not in WHOLE_GRADIENTS or sizes.sharding == "none",
@@ -138,17 +142,21 @@ class Configuration(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def expert_shard_ranks(self) -> int:
-        """Ranks over which the parameters of experts are sharded in the forward pass: those that hold the same experts."""
-        return self._expert_ranks if self.shard_ranks > 1 else 1
+        """Ranks over which the parameters of experts are sharded in the forward pass.
+
+        They are as many as for other parameters, but no more than hold the same experts.
+        """
+        return min(self.shard_ranks, self._expert_ranks)
 
     @property
     def expert_optimizer_ranks(self) -> int:
         """Ranks over which the optimizer's state of experts is sharded."""
-        return self._expert_ranks if self.optimizer_ranks > 1 else 1
+        return min(self.optimizer_ranks, self._expert_ranks)
 
     @property
     def _expert_ranks(self) -> int:
-        return max(1, self.data_size * self.parallelism.context // self.parallelism.expert)
+        """Ranks that hold the same experts."""
+        return self.data_size * self.parallelism.context // self.parallelism.expert
 
 
 def load_cluster(path: Path | str) -> ClusterFile:

@@ -10,13 +10,12 @@ from statistics import NormalDist
 
 import msgspec
 
-from counterpoint.cluster.compression import NARROW_BYTES
+from counterpoint.cluster.compression import NARROW_BYTES, reduction
 from counterpoint.cluster.description import Configuration
 from counterpoint.cluster.memory import memory_bytes
 from counterpoint.cluster.pass_builder import (
     DATA_GROUP,
     EXPERT_DATA_GROUP,
-    REPLICA_GROUP,
     SHARD_GROUP,
     TENSOR_GROUP,
     groups_of,
@@ -125,7 +124,8 @@ class _StepEstimator:
 
     @cached_property
     def _is_sharded(self) -> bool:
-        return self._sizes.sharding in ("full", "hybrid") and self._configuration.shard_ranks > 1
+        """Whether a rank holds a shard of the parameters, so that each micro-batch gathers and reduces."""
+        return self._configuration.shard_ranks > 1
 
     def estimate(self) -> ClusterEstimate:
         """Combine all parts."""
@@ -136,9 +136,9 @@ class _StepEstimator:
         start_us = self._start_us
         optimizer_us = self._optimizer_us
         pipeline_us = max(ends)
-        skew_us = pipeline_us * (self._skew_factor - 1)
-        step_us = start_us + pipeline_us + skew_us + optimizer_us
         busy_us, waiting_us, beside_us = self._stage_shares(busiest)
+        skew_us = self._skew_us(pipeline_us, busy_us + optimizer_us)
+        step_us = start_us + pipeline_us + skew_us + optimizer_us
         return self._estimate(
             step_us=step_us,
             compute_us=busy_us,
@@ -270,25 +270,18 @@ class _StepEstimator:
             return 0.0
         if self._training.overlap_data:
             return self._reducing_extra_us + self._embedding_us(is_gathered=False)
-        kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
-        return self._in_one_piece_us(kind, self._training.gradient_bytes)
+        return sum(self._reduction_us(elements, group) for elements, group in self._elements)
 
-    def _in_one_piece_us(self, kind: CollectiveKind, element_bytes: int) -> float:
-        """Return the time of one collective of all parameters of a stage; those of experts travel among the ranks that hold
-        the same experts.
-        """
-        dense, experts = self._parameters.dense * element_bytes, self._parameters.experts * element_bytes
-        return self._collective_us(kind, dense, DATA_GROUP) + self._collective_us(kind, experts, EXPERT_DATA_GROUP)
+    @property
+    def _elements(self) -> list[tuple[float, str]]:
+        """The parameters of the largest stage, and those of experts apart, each with the ranks that hold the same ones."""
+        return [(self._parameters.dense, DATA_GROUP), (self._parameters.experts, EXPERT_DATA_GROUP)]
 
-    def _reduction_us(self, num_elements: float) -> float:
+    def _reduction_us(self, num_elements: float, group: str) -> float:
         """Return the time to reduce so many gradients in one piece; PowerSGD and top-k compress only those of layers."""
         width, _ = NARROW_BYTES.get(self._configuration.compression.method, (self._training.gradient_bytes, 0))
-        num_bytes = num_elements * width
-        kind: CollectiveKind = "all_reduce" if self._sizes.sharding == "none" else "reduce_scatter"
-        if not self._is_sharded:
-            return self._collective_us(kind, num_bytes, DATA_GROUP)
-        replicas_us = self._collective_us("all_reduce", num_bytes / self._configuration.shard_ranks, REPLICA_GROUP)
-        return self._collective_us(kind, num_bytes, SHARD_GROUP) + replicas_us
+        collectives = reduction(self._configuration, num_elements * width, group)
+        return sum(self._collective_us(kind, num_bytes, members) for kind, num_bytes, members in collectives)
 
     def _embedding_us(self, *, is_gathered: bool) -> float:
         """Return the time of an embedding's gather or reduction, which nothing hides."""
@@ -296,7 +289,7 @@ class _StepEstimator:
         if is_gathered:
             group = SHARD_GROUP if self._is_sharded else DATA_GROUP
             return self._collective_us("all_gather", elements * self._model.element_bytes, group)
-        return self._reduction_us(elements)
+        return self._reduction_us(elements, DATA_GROUP)
 
     @cached_property
     def _start_us(self) -> float:
@@ -307,19 +300,23 @@ class _StepEstimator:
             gathering = self._pass(PassKind(direction="forward", is_gathering=True))
             extra_us = max(0.0, gathering.computed_us - self._forward.computed_us)
             return extra_us + self._embedding_us(is_gathered=True)
-        return self._in_one_piece_us("all_gather", self._model.element_bytes)
+        width = self._model.element_bytes
+        return sum(self._collective_us("all_gather", width * elements, group) for elements, group in self._elements)
 
     @cached_property
     def _optimizer_us(self) -> float:
         return self._simulated(optimizer_step(self._configuration, self._collectives, self._parameters)).makespan_us
 
-    @cached_property
-    def _skew_factor(self) -> float:
-        """The slowest of all ranks over the usual one: the expected largest of as many normal figures, and a slow rank."""
+    def _skew_us(self, pipeline_us: float, computing_us: float) -> float:
+        """Return how much longer the slowest of all ranks takes than the usual one.
+
+        A slow rank computes longer, and hides no more communication behind that. The whole then takes the expected largest
+        of as many normally distributed times as there are ranks.
+        """
         skew, ranks = self._configuration.skew, self._configuration.fabric.num_gpus
         largest = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
-        slowest = skew.slow_factor if skew.slow_ranks else 1.0
-        return slowest * (1 + skew.sigma * max(0.0, largest))
+        slow_us = (skew.slow_factor - 1) * computing_us if skew.slow_ranks else 0.0
+        return (pipeline_us + slow_us) * (1 + skew.sigma * max(0.0, largest)) - pipeline_us
 
     def _stage_shares(self, stage: int) -> tuple[float, float, float]:
         """Return how long a stage's passes compute, wait for collectives inside them, and for gathers and reductions."""

@@ -123,18 +123,19 @@ class LayerWriter:
         model, tensor = self._model, self._sizes.tensor
         heads = self._training.micro_batch * model.num_heads // tensor
         size, sequence = model.hidden // model.num_heads, model.sequence
+        rows = sequence // self._sizes.context  # of scores: a rank's own queries, and all keys
         products = 4 if is_backward else 2
         for number in range(products // 2):
-            shape = (sequence, size, sequence)
+            shape = (rows, size, sequence)
             self._builder.compute(matmul(self._gpu, f"{name}.scores{number}", shape, model.element_type, heads))
         passes = BACKWARD_SCORE_PASSES if is_backward else SCORE_PASSES
-        scores = float(heads) * sequence * sequence
+        scores = float(heads) * rows * sequence
         # the products' own passes count with theirs
         kernels = 1 if heads % FUSED_SOFTMAX_MULTIPLE == 0 else NUM_SOFTMAX_KERNELS
         for _ in range(kernels):
             self._pass(f"{name}.softmax", (passes - products) * scores / kernels)
         for number in range(products // 2):
-            shape = (sequence, sequence, size)
+            shape = (rows, sequence, size)
             self._builder.compute(matmul(self._gpu, f"{name}.values{number}", shape, model.element_type, heads))
 
     def _feed_forward(self) -> None:

@@ -14,7 +14,13 @@ from counterpoint.units import PS_PER_US
 
 COMPUTE, GATHER, REDUCE, TENSOR, CONTEXT = range(5)
 TENSOR_GROUP, EXPERT_GROUP, CONTEXT_GROUP = "tensor", "expert", "context"
-DATA_GROUP, SHARD_GROUP, REPLICA_GROUP, EXPERT_DATA_GROUP = "data", "shard", "replica", "expert_data"
+DATA_GROUP, SHARD_GROUP, REPLICA_GROUP = "data", "shard", "replica"
+EXPERT_DATA_GROUP, EXPERT_SHARD_GROUP, EXPERT_REPLICA_GROUP = "expert_data", "expert_shard", "expert_replica"
+# of the ranks that hold the same parameters: those that share them, and those that hold the same shard
+PARTS_OF = {
+    DATA_GROUP: (SHARD_GROUP, REPLICA_GROUP),
+    EXPERT_DATA_GROUP: (EXPERT_SHARD_GROUP, EXPERT_REPLICA_GROUP),
+}
 STREAM_OF = {TENSOR_GROUP: TENSOR, EXPERT_GROUP: TENSOR, CONTEXT_GROUP: CONTEXT}
 
 
@@ -22,7 +28,8 @@ def groups_of(configuration: Configuration) -> dict[str, RankGroup]:
     """Return the process groups of one rank, by the kind of parallelism."""
     sizes, data = configuration.parallelism, configuration.data_size
     across = data * sizes.context  # ranks that hold the same parameters
-    shard = min(configuration.shard_ranks, across)
+    shard, expert_shard = configuration.shard_ranks, configuration.expert_shard_ranks
+    same_experts = RankGroup(size=across // sizes.expert, stride=sizes.tensor * sizes.expert)
     return {
         TENSOR_GROUP: RankGroup(size=sizes.tensor),
         CONTEXT_GROUP: RankGroup(size=sizes.context, stride=sizes.tensor),
@@ -30,7 +37,9 @@ def groups_of(configuration: Configuration) -> dict[str, RankGroup]:
         DATA_GROUP: RankGroup(size=across, stride=sizes.tensor),
         SHARD_GROUP: RankGroup(size=shard, stride=sizes.tensor),
         REPLICA_GROUP: RankGroup(size=across // shard, stride=sizes.tensor * shard),
-        EXPERT_DATA_GROUP: RankGroup(size=across // sizes.expert, stride=sizes.tensor * sizes.expert),
+        EXPERT_DATA_GROUP: same_experts,
+        EXPERT_SHARD_GROUP: RankGroup(size=expert_shard, stride=same_experts.stride),
+        EXPERT_REPLICA_GROUP: RankGroup(size=same_experts.size // expert_shard, stride=same_experts.stride * expert_shard),
     }
 
 

@@ -15,8 +15,8 @@ from counterpoint.cluster.pass_builder import (
     DATA_GROUP,
     EXPERT_DATA_GROUP,
     GATHER,
+    PARTS_OF,
     REDUCE,
-    SHARD_GROUP,
     TENSOR_GROUP,
     PassBuilder,
 )
@@ -101,7 +101,9 @@ def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> 
     Without overlap the gather starts when everything before it is done.
     """
     dense, experts = layer_elements(configuration)
-    group = SHARD_GROUP if configuration.shard_ranks > 1 else DATA_GROUP
+    group, expert_group = DATA_GROUP, EXPERT_DATA_GROUP
+    if configuration.shard_ranks > 1:
+        group, expert_group = PARTS_OF[group][0], PARTS_OF[expert_group][0]
     after, stream = None, REDUCE  # behind the reductions
     if configuration.training.overlap_data:
         after, stream = builder.layer_ends[number - 2] if number >= 2 else -1, GATHER
@@ -109,7 +111,7 @@ def _gather(configuration: Configuration, builder: PassBuilder, number: int) -> 
     first = builder.communicate("all_gather", num_bytes * dense, group, after=after, stream=stream)
     if not experts:
         return first
-    second = builder.communicate("all_gather", num_bytes * experts, EXPERT_DATA_GROUP, after=after, stream=stream)
+    second = builder.communicate("all_gather", num_bytes * experts, expert_group, after=after, stream=stream)
     return first if second is None else second
 
 

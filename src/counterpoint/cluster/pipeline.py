@@ -62,16 +62,25 @@ def zero_bubble_order(stage: int, num_stages: int, num_micro_batches: int) -> li
 def action_order(stage: int, num_stages: int, num_chunks: int, num_micro_batches: int) -> list[Action]:
     """Return the order of one stage: warm-up, one forward and one backward in turn, cool-down."""
     total = num_micro_batches * num_chunks
-    if num_chunks == 1:
-        warmup = min(num_stages - stage - 1, total)
-    else:
-        warmup = min(2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages, total)
+    warmup = min(_num_warmup(stage, num_stages, num_chunks), total)
     forwards = [_work(number, num_stages, num_chunks, is_backward=False) for number in range(total)]
     backwards = [_work(number, num_stages, num_chunks, is_backward=True) for number in range(total)]
     order: list[Action] = [("F", *work) for work in forwards[:warmup]]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [("F", *forward), ("B", *backward)]
     return order + [("B", *work) for work in backwards[total - warmup :]]
+
+
+def most_held(stage: int, num_stages: int, num_chunks: int, num_micro_batches: int) -> float:
+    """Return of how many micro-batches a stage at most holds the activations of all its chunks for the backward pass."""
+    return min(_num_warmup(stage, num_stages, num_chunks) + 1, num_micro_batches * num_chunks) / num_chunks
+
+
+def _num_warmup(stage: int, num_stages: int, num_chunks: int) -> int:
+    """Return how many forward passes of a chunk a stage runs before forward and backward passes take turns."""
+    if num_chunks == 1:
+        return num_stages - stage - 1
+    return 2 * (num_stages - stage - 1) + (num_chunks - 1) * num_stages
 
 
 def _work(number: int, num_stages: int, num_chunks: int, *, is_backward: bool) -> tuple[int, int]:

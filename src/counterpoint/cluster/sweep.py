@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+import msgspec
+
 from counterpoint.cluster.estimate import ClusterEstimate, PassMemory, estimate_step
 from counterpoint.cluster.sweep_file import SweepFile
 from counterpoint.cluster.sweep_store import SweepRow, SweepStore
@@ -30,20 +32,20 @@ def run_sweep(
     `ray_address`: a Ray cluster's; None: the cores of this machine. `on_rows` hears how many of all are done, at first of
     those that the store held. Raises `DeviceError` where Ray cannot be reached, or a worker process is killed.
     """
-    points = list(sweep.axes.points())
-    keys = [sweep.key(point) for point in points]
-    known = store.read(set(keys))
+    points = {sweep.key(point): point for point in sweep.axes.points()}
+    # the store's values of axes are text
+    known = {key: msgspec.structs.replace(row, point=points[key]) for key, row in store.read(points.keys()).items()}
     if on_rows is not None:
-        on_rows(len(known), len(keys))
-    missing = [point for key, point in zip(keys, points, strict=True) if key not in known]
+        on_rows(len(known), len(points))
+    missing = [point for key, point in points.items() if key not in known]
     pieces = [missing[start : start + PIECE] for start in range(0, len(missing), PIECE)]
     done = _on_ray(sweep, pieces, ray_address) if ray_address is not None else _on_cores(sweep, pieces)
     for rows in done:
         store.append(rows)
         known.update({row.key: row for row in rows})
         if on_rows is not None:
-            on_rows(len(known), len(keys))
-    return [known[key] for key in keys]
+            on_rows(len(known), len(points))
+    return [known[key] for key in points]
 
 
 def estimate_points(sweep: SweepFile, points: Sequence[Point]) -> list[SweepRow]:

@@ -6,7 +6,7 @@ is dropped, and its combination estimated again. A file that holds rows of anoth
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,12 @@ HEADER = ("key", *TABLE_OF, *FIGURES, "problem")
 
 
 def _holds_rows(content: bytes) -> bool:
-    """Return whether a file holds rows of a sweep; those of another version are told apart when they are read."""
+    """Return whether a file holds rows of a sweep, or the start of their header, however short.
+
+    Rows of another version are told apart when they are read.
+    """
     is_parquet = content.startswith(PARQUET_MAGIC)
-    return all(name.encode() in content for name in TABLE_OF) if is_parquet else content.startswith(b"key,")
+    return all(name.encode() in content for name in TABLE_OF) if is_parquet else b"key,".startswith(content[:4])
 
 
 ROWS = OutputKind("sweep", (".csv", ".parquet"), _holds_rows)
@@ -62,16 +65,21 @@ class SweepStore:
         self._is_parquet = path is not None and path.suffix.lower() == ".parquet"
         self._csv = path.with_name(f"{path.name}.csv") if path is not None and self._is_parquet else path
 
-    def read(self, keys: set[str]) -> dict[str, SweepRow]:
-        """Return the rows of the file, by key. Raises `MachineError` if the file is not of this sweep."""
+    def read(self, keys: Set[str]) -> dict[str, SweepRow]:
+        """Return the rows of the file, by key; the values of axes are text.
+
+        Raises `MachineError` if the file is not of this sweep.
+        """
         if self._csv is None or not self._csv.exists() or not self._csv.stat().st_size:
             return {}
         text = self._csv.read_text("utf-8", errors="replace")
         whole = text[: text.rfind("\n") + 1]
-        lines = list(csv.reader(io.StringIO(whole)))
-        if not lines or tuple(lines[0]) != HEADER:
+        # a header that was itself cut off counts as read
+        cut = HEADER if ",".join(HEADER).startswith(text) else ()
+        head, *lines = [tuple(line) for line in csv.reader(io.StringIO(whole))] or [cut]
+        if head != HEADER:
             raise MachineError(f"{shown_path(self._csv)} holds no sweep of this version. Name another file, or remove it.")
-        rows = [_row(line) for line in lines[1:] if len(line) == len(HEADER)]
+        rows = [_row(line) for line in lines if len(line) == len(HEADER)]
         others = [row.key for row in rows if row.key not in keys]
         if others:
             raise MachineError(

@@ -109,7 +109,8 @@ class Model(Value, frozen=True, kw_only=True):
 class Parallelism(Value, frozen=True, kw_only=True):
     """Parallel sizes. Data parallelism takes the GPUs that are left; experts are spread over `expert` of the data ranks.
 
-    `sharding`: optimizer is ZeRO-1, full is ZeRO-3 or FSDP, hybrid shards over `shard_size` ranks and replicates beyond.
+    `sharding`: optimizer is ZeRO-1, full is ZeRO-3 or FSDP, hybrid shards over `shard_size` ranks and replicates beyond, and
+    experts over as many of the ranks that hold the same ones.
     `num_chunks` are the model chunks of each pipeline rank; more than 1 needs the interleaved schedule.
     """
 
@@ -126,6 +127,7 @@ class Parallelism(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert", "num_chunks"):
             check_range("parallelism", name, getattr(self, name), 1, MAX_SIZE)
+        check_range("parallelism", "shard_size", 1 if self.shard_size is None else self.shard_size, 1, MAX_SIZE)
         require(
             (self.sharding == "hybrid") == (self.shard_size is not None),
             MachineError,
