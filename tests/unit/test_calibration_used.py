@@ -1,4 +1,4 @@
-"""Every constant of a calibration file changes an answer of the simulator: none is there for show."""
+"""Every constant of a calibration file changes an answer of the simulator: none is there for show, none is lost."""
 
 from functools import cache
 
@@ -17,6 +17,8 @@ from counterpoint.sim.calibration import (
     constants_of,
     load_calibration,
 )
+from counterpoint.sim.calibration_file import _with_saturation
+from counterpoint.sim.calibration_fit import Fitted
 from counterpoint.step import (
     Character,
     Collective,
@@ -189,3 +191,10 @@ def test_every_constant_changes_what_is_simulated(name: str, field: str) -> None
         (simulator.run(each, H200, how).intervals, simulator.lone_times_us(each, H200, how)) != before
         for (each, how), before in zip(cases(), usual, strict=True)
     )
+
+
+def test_a_fit_of_two_figures_of_one_character_keeps_both() -> None:
+    names = ("saturation_warps", "saturation_bytes_in_flight")
+    fits = {name: Fitted(value=value, spread=0.1, source="a test") for name, value in zip(names, (7.0, 9e3), strict=True)}
+    found = _with_saturation(CALIBRATION, "matmul", fits, "2026-11-30").characters["matmul"]
+    assert [getattr(found, name) for name in names] == [7.0, 9e3]

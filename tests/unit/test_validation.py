@@ -13,7 +13,7 @@ from benchmarks.fresh_cases import FAMILIES, cases_of, predicted, table
 from benchmarks.lone_times import table as lone_times
 from benchmarks.validation import table as table_of_outcomes
 
-from counterpoint.errors import WorkloadError
+from counterpoint.errors import CounterpointError, WorkloadError
 from counterpoint.machine import load_machine
 from counterpoint.metrics import measure
 from counterpoint.paper.values import PLAIN
@@ -40,6 +40,7 @@ from counterpoint.validation.records import (
     MeasuredCase,
     MeasuredRow,
     MeasuredSet,
+    load_begun,
     load_measured,
     save_measured,
     shipped_measurements,
@@ -208,6 +209,10 @@ def test_measurements_survive_a_trip_through_their_file(tmp_path: Path) -> None:
     [
         (msgspec.json.encode({"digest": "0"}), "does not hold measurements"),
         (msgspec.json.encode(msgspec.structs.replace(a_set(), digest="0")), "another set of cases (0;"),
+        (
+            msgspec.json.encode(msgspec.structs.replace(a_set(), digest=set_digest(1), num_gpus=1)),
+            "has num_gpus = 1, and the case 'triton128x64, all_to_all, chain' of another number.",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
@@ -216,6 +221,24 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes, words: str) -> 
     with pytest.raises(Exception, match=r".") as caught:
         load_measured(path)
     assert words in str(caught.value)
+
+
+def test_cases_are_added_to_a_file_only_under_its_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "begun.json"
+    names = ("gpus", "driver", "cuda", "torch", "nccl", "nvls", "rounds")
+    conditions = {"date": "2026-11-23", **dict.fromkeys(names, "1")}
+    assert load_begun(path, conditions) is None
+    begun = msgspec.structs.replace(a_set(), conditions=conditions)
+    save_measured(begun, path)
+    later = conditions | {"date": "2026-11-24"}
+    assert load_begun(path, later) == begun
+    assert begun.conditions_with(conditions)["date"] == "2026-11-23"
+    both = begun.conditions_with(later)
+    assert both["date"] == "2026-11-23 and 2026-11-24"
+    assert msgspec.structs.replace(begun, conditions=both).conditions_with(later) == both
+    for name in names:
+        with pytest.raises(CounterpointError, match=rf"was measured with {name} 1, and now it is 2\. Name another file"):
+            load_begun(path, later | {name: "2"})
 
 
 def test_the_tile_of_a_library_kernel_is_that_of_the_transposed_product() -> None:

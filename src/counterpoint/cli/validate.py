@@ -56,10 +56,9 @@ def _measure(output: Path, is_json: bool) -> None:
 
     rank = join_ranks("Without GPUs, counterpoint validate compares with the measurements that ship with it.")
     from counterpoint.validation.on_gpu import measure_set  # noqa: PLC0415
-    from counterpoint.validation.records import load_measured, save_measured  # noqa: PLC0415
+    from counterpoint.validation.records import save_measured  # noqa: PLC0415
 
-    known = load_measured(output).cases if output.exists() else ()
-    measure_set(output, known, lambda measured: save_measured(measured, output) if rank == 0 else None)
+    measure_set(output, lambda measured: save_measured(measured, output) if rank == 0 else None)
     if rank == 0:
         _show((output,), is_json)
 

@@ -229,8 +229,8 @@ def _with_saturation(base: Calibration, character: Character, found: Mapping[str
     changed = base
     for name, fitted in found.items():
         if name in CharacterConstants.__struct_fields__:
-            constants = _saturated(base.characters[character], name, fitted, day)
-            changed = msgspec.structs.replace(changed, characters=base.characters | {character: constants})
+            constants = _saturated(changed.characters[character], name, fitted, day)
+            changed = msgspec.structs.replace(changed, characters=changed.characters | {character: constants})
         else:
             changed = msgspec.structs.replace(changed, **{name: _constant(fitted, day)})
     return changed

@@ -35,7 +35,7 @@ from counterpoint.traces.classify import classify_kernel
 from counterpoint.validation.cases import CTA_LIMITS, Case, cases_for, set_digest
 from counterpoint.validation.described import places_of
 from counterpoint.validation.plans import plans_of, plans_of_limits
-from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, Setting, trace_path
+from counterpoint.validation.records import MeasuredCase, MeasuredRow, MeasuredSet, Setting, load_begun, trace_path
 from counterpoint.validation.steps_on_gpu import CaseOnGpu, limited_groups
 
 ROUNDS = 5
@@ -68,12 +68,14 @@ class Runnable(msgspec.Struct, frozen=True, kw_only=True):
     executable: AbstractExecutable
 
 
-def measure_set(output: Path, known: Sequence[MeasuredCase], save: Callable[[MeasuredSet], None]) -> MeasuredSet:
-    """Measure every case of the set that is not in `known`, and `save` the results after each one; all ranks call it.
+def measure_set(output: Path, save: Callable[[MeasuredSet], None]) -> MeasuredSet:
+    """Measure every case of the set that `output` does not hold, and `save` the results after each one; all ranks call it.
 
-    `output` is the file that `save` writes: traces go beside it. Raises what capturing raises if no case can be measured.
+    `output` is the file that `save` writes: traces go beside it. Raises as `load_begun` does, and what capturing raises if
+    no case can be measured.
     """
-    names = {each.name for each in known}
+    known = load_begun(output, measuring_conditions(rounds=ROUNDS))
+    names = {each.name for each in known.cases} if known is not None else set()
     number = num_ranks()
     left = (case for case in cases_for(number) if case.name not in names)
     measured = measure_cases(left, set_digest(number), output, save, CaseMeasuring.measure, known=known)
@@ -89,7 +91,7 @@ def measure_cases(
     save: Callable[[MeasuredSet], None],
     measure: "Callable[[CaseMeasuring], MeasuredCase]",
     *,
-    known: Sequence[MeasuredCase] = (),
+    known: MeasuredSet | None = None,
 ) -> MeasuredSet | None:
     """Measure cases in turn, and `save` the results after each one, behind those that are `known`.
 
@@ -97,7 +99,7 @@ def measure_cases(
     """
     number = num_ranks()
     groups = limited_groups(CTA_LIMITS) if number > 1 else {}
-    found = list(known)
+    found = list(known.cases) if known is not None else []
     measured: MeasuredSet | None = None
     for case in cases:
         with ExitStack() as opened:
@@ -108,11 +110,12 @@ def measure_cases(
                 say(f"{case.name} is left out: {cause_of(refused)}")
                 continue
         torch.cuda.empty_cache()
+        conditions = measuring_conditions(rounds=ROUNDS)
         measured = MeasuredSet(
             digest=digest,
             machine=measuring.machine.name,
             num_gpus=number,
-            conditions=measuring_conditions(rounds=ROUNDS),
+            conditions=conditions if known is None else known.conditions_with(conditions),
             cases=tuple(found),
         )
         save(measured)

@@ -1,9 +1,11 @@
 """Stores measurements of the validation set as readable files, and lists the files that ship with the project.
 
 There is one file per machine and number of GPUs. It holds each case as captured, with the lone times of that day, and a row
-for each variant. Traces are beside it, in a folder of the same name.
+for each variant. Traces are beside it, in a folder of the same name. Cases are added only on the same GPUs, with the same
+versions.
 """
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +19,12 @@ from counterpoint.paper.values import SumBy
 from counterpoint.plan import Plan
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.step import Collective, Step
-from counterpoint.validation.cases import set_digest
+from counterpoint.validation.cases import cases_for, set_digest
 from counterpoint.value import Value, decode_json, json_output, write_whole
 
 MEASURED = json_output("measurements", "digest", "cases")
 FOLDER = "validation/measured"
+KEPT_CONDITIONS = ("gpus", "driver", "cuda", "torch", "nccl", "nvls", "rounds")  # the same for all cases of a file
 Setting = Literal["captured", "eager"]
 
 
@@ -79,6 +82,11 @@ class MeasuredSet(Value, frozen=True, kw_only=True):
     conditions: dict[str, Any]
     cases: tuple[MeasuredCase, ...]
 
+    def conditions_with(self, conditions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the conditions of these cases and of more that are measured now: the latter's, with the days of both."""
+        before, now = str(self.conditions.get("date", "unknown")), str(conditions["date"])
+        return {**conditions, "date": before if before.endswith(now) else f"{before} and {now}"}
+
 
 def load_measured(path: Path | str) -> MeasuredSet:
     """Read a file of measurements. Raises `CounterpointError` if it is of another set of cases."""
@@ -92,6 +100,31 @@ def load_measured(path: Path | str) -> MeasuredSet:
             f"{shown_path(path)} was measured with another set of cases ({shown(found.digest)}; this version has {known}). "
             "Measure it anew: counterpoint validate --measure."
         )
+    names = {case.name for case in cases_for(found.num_gpus)}
+    for case in found.cases:
+        if case.name not in names:
+            raise CounterpointError(
+                f"{shown_path(path)} has num_gpus = {found.num_gpus}, and the case '{shown(case.name)}' of another number. "
+                "Measure it anew: counterpoint validate --measure."
+            )
+    return found
+
+
+def load_begun(path: Path, conditions: Mapping[str, Any]) -> MeasuredSet | None:
+    """Read the file that more cases are added to; None without a file.
+
+    Raises `CounterpointError` if its cases were measured on other GPUs or with other versions than `conditions` has.
+    """
+    if not path.exists():
+        return None
+    found = load_measured(path)
+    for name in KEPT_CONDITIONS:
+        before, now = (str(each.get(name, "unknown")) for each in (found.conditions, conditions))
+        if before != now:
+            raise CounterpointError(
+                f"{shown_path(path)} was measured with {name} {shown(before)}, and now it is {shown(now)}. Name another "
+                "file with -o."
+            )
     return found
 
 
