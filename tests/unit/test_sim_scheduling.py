@@ -8,7 +8,7 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.sim import Simulator
 from counterpoint.sim.sm import SmArray
 from counterpoint.sim.task import SmTask, SmWork
-from counterpoint.step import Collective, Footprint, Kernel, Step
+from counterpoint.step import Collective, Dependency, Footprint, Kernel, Step
 from helpers.toy_steps import (
     COLLECTIVE_LAUNCH_US,
     DEPENDENCY_LATENCY_US,
@@ -359,3 +359,12 @@ def test_a_collective_of_a_job_follows_another_one_later_than_a_kernel_would(dev
 
 def test_an_operation_does_not_start_before_the_host_issued_it() -> None:
     assert spans(simulate(toy(1), kernel(1, 10.0, issued_us=7.5))) == [(7.5, 17.5)]
+
+
+def test_what_waits_for_another_streams_event_is_not_before_the_next_on_the_same_stream() -> None:
+    first, same = kernel(8, 100.0, shared_bytes=HALF_SM_BYTES), kernel(24, 100.0, shared_bytes=HALF_SM_BYTES)
+    other = msgspec.structs.replace(same, stream=2, waits_for=(Dependency(operation=0),))
+    step = msgspec.structs.replace(step_of(first, same, other), launch_gap_us=DEPENDENCY_LATENCY_US + 1)
+    _, (start_us, _), (start_of_other_us, _) = spans(Simulator().run(step, toy(2, 2), LEAVE_IT))
+    assert start_us == 100 + DEPENDENCY_LATENCY_US + 1
+    assert start_of_other_us == start_us + 300, "a tie is the earlier issued kernel's"

@@ -416,7 +416,7 @@ def test_fresh_cases_are_predicted_as_documented(place: int, name: str) -> None:
 
 
 @pytest.mark.parametrize(("origin", "words"), [("captured steps", "from captured steps"), ("traces", "from traces")])
-@pytest.mark.parametrize("name", ["fresh_beside", "fresh_beside_again"])
+@pytest.mark.parametrize("name", ["fresh_beside", "fresh_beside_again", "fresh_beside_third"])
 def test_fresh_kernels_beside_each_other_are_predicted_as_documented(name: str, origin: Origin, words: str) -> None:
     path = RESULTS / f"{name}_1x_h200.json"
     beside, _ = table(list(predicted(path, origin)))

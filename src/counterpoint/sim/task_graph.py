@@ -38,7 +38,8 @@ class TaskGraph:
         gap_us = step.launch_gap_us if step.launch_gap_us is not None else calibration.launch_gap_us.value
         self._gap_ps = us_to_ps(gap_us)
         self._launch_ps = us_to_ps(calibration.collective_launch_us.value)
-        self._latency_ps = us_to_ps(calibration.dependency_latency_us.value)
+        # what follows on the same stream is never later than what waits for its event on another one
+        self._latency_ps = max(self._gap_ps, us_to_ps(calibration.dependency_latency_us.value))
         self._flag_ps = us_to_ps(calibration.flag_latency_us.value)
         self.tasks: list[Task] = []
         self.launches: list[Launch] = []
