@@ -351,7 +351,7 @@ def test_a_traced_all_to_all_that_gives_sizes_is_not_offered_even_if_the_sizes_a
         begin = 10_000.0 * number
         trace.step(begin, begin + 9_000)
         trace.kernel(MATMUL, begin + 100, 100)
-        trace.collective(begin + 300, 500, elements=32 << 20, args={"Collective name": name, "Group size": 2} | lists)
+        trace.collective(begin + 300, 300, elements=32 << 20, args={"Collective name": name, "Group size": 2} | lists)
     step = read_trace(trace.write(tmp_path)).step
     found = propose_transports(step, H200)
     assert (bool(found.candidates), [each.reason for each in found.refusals]) == (
@@ -362,7 +362,7 @@ def test_a_traced_all_to_all_that_gives_sizes_is_not_offered_even_if_the_sizes_a
     assert applied_in_job(plan, step) == (COPIES,) * is_offered
 
 
-@pytest.mark.parametrize(("lone_us", "is_refused"), [(None, False), (600.0, False), (5_000.0, True)])
+@pytest.mark.parametrize(("lone_us", "is_refused"), [(None, False), (300.0, False), (5_000.0, True)])
 def test_a_traced_collective_that_only_waits_for_a_late_rank_is_not_moved(lone_us: float | None, is_refused: bool) -> None:
     step = step_of(matmul(), replace(collective("all_gather", 0), lone_us=lone_us), matmul(1), device_name="NVIDIA H200")
     found = propose_transports(step, H200)
