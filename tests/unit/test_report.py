@@ -133,7 +133,7 @@ def test_lanes_on_a_console_without_utf8_are_ascii() -> None:
     [
         ((1, 1, 1, 1), "made up: 1 kernel, 1 collective of 1 MiB in all, 1 copy or fill; 1 rank"),
         ((2, 2, 2, 2), "made up: 2 kernels, 2 collectives of 2 MiB in all, 2 copies and fills; 2 ranks"),
-        ((2, 0, 0, 1), "made up: 2 kernels, 0 collectives of 0 B in all; 1 rank"),
+        ((2, 0, 0, 1), "made up: 2 kernels, 0 collectives; 1 rank"),
     ],
 )
 def test_counts_read_well(counts: tuple[int, int, int, int], says: str) -> None:

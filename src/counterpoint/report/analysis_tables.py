@@ -259,7 +259,7 @@ def _sizes(analysis: Analysis) -> FigureTable:
         (
             (
                 each.collective.replace("_", "-"),
-                each.num_bytes,
+                each.num_bytes or None,  # of an unknown size
                 *([each.num_bytes if alike[_as_shown(each)] > 1 else None] if exact else []),
                 each.group_size,
                 each.count,

@@ -114,8 +114,9 @@ def print_step(console: Console, step: Step, machine: Machine, notes: Iterable[s
     found = [operation for operation in step.operations if isinstance(operation, Copy)]
     remote = [copy for copy in found if copy.direction == "peer_to_peer"]
     kernels, copies = len(step.operations) - len(collectives) - len(found), len(found) - len(remote)
-    moved = format_bytes(sum(collective.num_bytes for collective in collectives))
-    parts = [format_count(kernels, "kernel"), f"{format_count(len(collectives), 'collective')} of {moved} in all"]
+    num_bytes = sum(collective.num_bytes for collective in collectives)
+    sizes = f" of {format_bytes(num_bytes)} in all" if num_bytes else " of unknown size" if collectives else ""
+    parts = [format_count(kernels, "kernel"), f"{format_count(len(collectives), 'collective')}{sizes}"]
     if remote:
         size = format_bytes(sum(copy.num_bytes for copy in remote))
         parts.append(f"{format_count(len(remote), 'peer-to-peer copy', 'peer-to-peer copies')} of {size}")
