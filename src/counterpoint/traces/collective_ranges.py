@@ -9,6 +9,7 @@ calls ended: it belongs to the calls since the kernel before, if all are of one 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,7 +40,7 @@ class Communicator(Value, frozen=True, kw_only=True):
     rank: int
 
 
-class CollectiveRange(Value, frozen=True, kw_only=True):
+class CollectiveRange(NamedTuple):
     """A host range that calls a collective. `num_elements` are those of the call: what a rank gives, or in a
     reduce-scatter by NCCL's range what it receives; `is_part`: they are one rank's part of a larger tensor.
     """
