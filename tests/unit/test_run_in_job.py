@@ -369,3 +369,24 @@ def test_the_module_of_the_same_name_as_the_mark_can_still_be_imported() -> None
     code = "from counterpoint.step import Step\nimport counterpoint\nprint(callable(counterpoint.step), Step.__name__)"
     ended = python(code, None)
     assert ended.stdout == "True Step\n"
+
+
+@pytest.mark.parametrize(("is_full", "outcome"), [(False, "collectives keep their present path"), (True, "stays active")])
+def test_a_rank_whose_store_has_ended_reverts_its_launches_and_leaves_its_paths(
+    is_full: bool, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class WithoutStore:
+        def fail(self, reason: str) -> bool:
+            raise ConnectionError(reason)
+
+        def empty_table(self) -> None:
+            if is_full:
+                raise OSError
+
+    agent = JobAgent(tmp_path)
+    monkeypatch.setattr(agent, "_tuner", WithoutStore())
+    agent._retire(ConnectionError("Broken pipe"))
+    assert agent.is_retired
+    said = capsys.readouterr().err
+    assert "rank 0 does not tune or guard (ConnectionError: Broken pipe)" in said
+    assert outcome in said

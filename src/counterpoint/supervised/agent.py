@@ -283,9 +283,9 @@ class JobAgent:
                 self._empty_table()
             else:
                 outcome = "all ranks return together to the unmodified job"
-        except Exception:
+        except Exception:  # as where the job has ended the store through which ranks agree
             self._is_retired = True
-            outcome = "the filter's table could not be emptied and stays active"
+            outcome = self._outcome_alone()
         name = "" if isinstance(problem, LaunchFilterError) else f"{type(problem).__name__}: "
         rank = self._exchange.rank if self._exchange is not None else launched_rank(os.environ) or 0
         line = f"rank {rank} does not tune or guard ({name}{reason}); {outcome}"
@@ -310,6 +310,17 @@ class JobAgent:
             from counterpoint.supervised import torch_job  # noqa: PLC0415  a job that marks its steps may have no torch
 
             fail_handshake(self._exchange or torch_job.job_exchange(), self._report(reason, is_silent=is_silent))
+
+    def _outcome_alone(self) -> str:
+        """Revert what concerns only this rank, and return in words what is left; paths change on all ranks or on none."""
+        try:
+            if self._tuner is None:
+                self._empty_table()
+            else:
+                self._tuner.empty_table()
+        except Exception:
+            return "the filter's table could not be emptied and stays active"
+        return "launches are unchanged again, and collectives keep their present path, because ranks can no longer agree"
 
     def _empty_table(self) -> None:
         """Revert, and keep the plan's counts, so that the proof at the end does not report zero."""

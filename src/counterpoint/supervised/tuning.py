@@ -143,6 +143,10 @@ class LiveTuner:
         next(self._course, None)  # other paths may take effect from the step that begins now
         return True
 
+    def empty_table(self) -> None:
+        """Return to the unmodified launches, and leave the paths as they are."""
+        self._follower.in_force.empty_table()
+
     def revert(self) -> None:
         """Return to the unmodified job."""
         self._follower.in_force.use(UNCHANGED)
