@@ -30,8 +30,7 @@ from counterpoint.plan import Directive, Match, Plan
 from counterpoint.step import Footprint, Kernel
 from helpers.spin_kernels import Record, SpinKernels
 
-# an NCCL 2.28 CTA of compute capability 9.0: threads and bytes of static and dynamic shared memory together
-NCCL_THREADS, NCCL_BYTES = 544, 103_808
+NCCL_THREADS, NCCL_BYTES = 544, 103_808  # of an NCCL 2.28 CTA, compute capability 9.0: threads, and all shared memory
 CTA_US = 2000.0
 SIZE = 1024
 

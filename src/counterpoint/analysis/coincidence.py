@@ -28,9 +28,14 @@ SELDOM_ENDING_TOGETHER = ("broadcast", "reduce", "send_recv")  # the root or a s
 Pairs = list[tuple[int, int]]
 
 
+def ends_together(collective: TracedCollective) -> bool:
+    """Return whether such a collective ends on all ranks at nearly the same time."""
+    return collective.collective not in SELDOM_ENDING_TOGETHER
+
+
 def telling(first: Sequence[TracedCollective], run: Pairs) -> Pairs:
     """Return the pairs of collectives that end on all ranks together; all pairs if there are none."""
-    return [pair for pair in run if first[pair[0]].collective not in SELDOM_ENDING_TOGETHER] or run
+    return [pair for pair in run if ends_together(first[pair[0]])] or run
 
 
 def distances(first: Sequence[TracedCollective], second: Sequence[TracedCollective], run: Pairs) -> list[float]:

@@ -12,7 +12,7 @@ from counterpoint.spans import Span, length, union
 from counterpoint.step import CollectiveKind
 from counterpoint.traces.activity import GpuOperation, listed_numbers, ranks_of_group
 from counterpoint.traces.classify import Group, classify_kernel, collective_kind, element_bytes, name_groups
-from counterpoint.traces.operations import FEWEST_RANKS
+from counterpoint.traces.operations import size_of_group
 from counterpoint.value import Value
 
 COPIES = "copy_engine"
@@ -102,5 +102,4 @@ def _what(timed: TimedTrace, members: Members, operations: list[GpuOperation]) -
     kind, is_known = collective_kind(arguments.collective_name, rule)
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
     num_bytes = elements * (element_bytes(arguments.dtype) or 0) if is_known else 0
-    group_size = arguments.group_size or timed.trace.world_size or FEWEST_RANKS
-    return kind, num_bytes, rule.library, short_name(first.name), group_size
+    return kind, num_bytes, rule.library, short_name(first.name), size_of_group(timed.trace, arguments)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from counterpoint.analysis.coincidence import SELDOM_ENDING_TOGETHER
+from counterpoint.analysis.coincidence import ends_together
 from counterpoint.analysis.membership import belonging, describe_missing, missing_ranks
 from counterpoint.analysis.sizes import collective_sizes
 from counterpoint.analysis.values import Analysis, CollectiveSize, Headline, RankAnalysis, TracedCollective, label_of
@@ -43,7 +43,7 @@ def combine_logs(ranks: Sequence[RankAnalysis]) -> Analysis:
     is_ordered = _has_one_world(ranks)
     missing = missing_ranks(kept) if is_ordered else ()
     met = match_logged(kept)
-    waiting = [arrival for arrival in met if arrival.members[0].collective not in SELDOM_ENDING_TOGETHER]
+    waiting = [arrival for arrival in met if ends_together(arrival.members[0])]
     analysis = Analysis(
         ranks=kept,
         headline=Headline(verdict="", why=(), next=()),
@@ -88,7 +88,7 @@ def match_logged(ranks: Sequence[RankAnalysis]) -> tuple[Arrival, ...]:
 
 def _arrival(members: tuple[TracedCollective, ...]) -> Arrival:
     by_time = sorted(members, key=lambda member: (member.end_us, member.rank))
-    is_together = members[0].collective not in SELDOM_ENDING_TOGETHER
+    is_together = ends_together(members[0])
     last, first = (by_time[0], by_time[-1]) if is_together else (by_time[-1], by_time[0])
     return Arrival(
         members=members,

@@ -14,10 +14,10 @@ from statistics import median
 
 from counterpoint.analysis.coincidence import (
     LEAST_RUN,
-    SELDOM_ENDING_TOGETHER,
     Pairs,
     distances,
     do_coincide,
+    ends_together,
     steps_apart,
     telling,
     trimmed,
@@ -47,7 +47,7 @@ class SharedCollective(Value, frozen=True, kw_only=True):
 
 def ending_together(shared: Sequence[SharedCollective]) -> Sequence[SharedCollective]:
     """Return the collectives that end on all ranks together; all if there are none."""
-    return [each for each in shared if each.members[0].collective not in SELDOM_ENDING_TOGETHER] or shared
+    return [each for each in shared if ends_together(each.members[0])] or shared
 
 
 def match_collectives(ranks: Sequence[RankAnalysis]) -> tuple[tuple[SharedCollective, ...], tuple[str, ...]]:
@@ -107,9 +107,9 @@ class ClocksApart:
         if not matched:
             return
         first, *others = matched[0].members
+        told = ending_together(matched)
         for place, other in enumerate(others, 1):
             if self.us(first.rank, other.rank) is None:
-                told = ending_together(matched)
                 apart_us = median(each.members[0].end_us - each.members[place].end_us for each in told)
                 self._known.setdefault(first.rank, {})[other.rank] = apart_us
                 self._known.setdefault(other.rank, {})[first.rank] = -apart_us

@@ -313,14 +313,12 @@ class JobAgent:
 
     def _outcome_alone(self) -> str:
         """Revert what concerns only this rank, and return in words what is left; paths change on all ranks or on none."""
-        try:
-            if self._tuner is None:
-                self._empty_table()
-            else:
+        with suppress(Exception):
+            if self._tuner is not None:
                 self._tuner.empty_table()
-        except Exception:
-            return "the filter's table could not be emptied and stays active"
-        return "launches are unchanged again, and collectives keep their present path, because ranks can no longer agree"
+                kept = "collectives keep their present path, because ranks can no longer agree"
+                return f"launches are unchanged again, and {kept}"
+        return "the filter's table could not be emptied and stays active"
 
     def _empty_table(self) -> None:
         """Revert, and keep the plan's counts, so that the proof at the end does not report zero."""

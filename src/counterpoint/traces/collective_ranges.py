@@ -113,6 +113,8 @@ def describe_collectives(
 
     `sizes` are the communicators that are known; else a collective counts as one of all `world_size` ranks.
     """
+    if not ranges:
+        return
     launches = [
         (operation, calls[operation.arguments.correlation])
         for operation in operations
@@ -120,8 +122,6 @@ def describe_collectives(
         and operation.arguments.correlation in calls
         and is_communication(operation.category, operation.name)
     ]
-    if not ranges or not launches:
-        return
     around = innermost_ranges([each.event for each in ranges], [(call.time_us, call.thread) for _, call in launches])
     before = _Ended(ranges)
     for operation, call in sorted(launches, key=lambda entry: entry[1].time_us):

@@ -7,7 +7,7 @@ those of NCCL tell sizes and groups of collectives, which CUPTI does not record.
 
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from sys import intern
 from typing import Any
@@ -141,11 +141,12 @@ class _Database:
         calls, waits = self.calls(process, device)
         beside = (line for place, line in found.items() if place[0] == process and place[1] != device)
         calls = launches_here(calls, operations, beside)
-        operators, windows = self.operators(process, operations, calls)
-        ranges, communicators = self.collectives(process)
+        ranges, of_nccl = self.ranges(process)
+        operators, windows = _operators(ranges, operations, calls)
+        collectives, communicators = _collectives(of_nccl)
         whole = max(communicators.values(), key=lambda each: each.num_ranks, default=None)
         world_size = None if whole is None else whole.num_ranks
-        describe_collectives(operations, calls, ranges, communicators, world_size)
+        describe_collectives(operations, calls, collectives, communicators, world_size)
         gpus = {row[0]: row[1:] for row in self.rows("TARGET_INFO_GPU", ("id",), ("name", "smCount", "computeMajor"))}
         name, num_sms, compute_major = gpus.get(device, (None, None, None))
         trace = ActivityTrace(
@@ -239,54 +240,64 @@ class _Database:
                 found[correlation] = msgspec.structs.replace(call, kind="wait", sync=sync)
         return found, tuple(sorted(waits))
 
-    def operators(
-        self, process: int, operations: list[GpuOperation], calls: dict[int, HostCall]
-    ) -> tuple[HostOperators, tuple[tuple[float, float], ...]]:
-        """Return NVTX ranges as operators, with each operation's innermost one, and the ranges that are steps."""
-        operators = HostOperators()
+    def ranges(self, process: int) -> tuple[list[Range], list[tuple[Range, str | None]]]:
+        """Return a process's NVTX ranges, and apart from them those of NCCL, each with its payload as JSON."""
         ranges: list[Range] = []
-        for start, end, thread, text, text_id in self.rows(RANGES, ("start", "end", "globalTid"), ("text", "textId")):
-            name = text or self.names.get(text_id, "")
-            if name and end and not _OF_NCCL.match(name) and _is_of(process, start, end, thread):
-                ranges.append((start / 1e3, end / 1e3, thread, name))
-        steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
-        events = [
-            Event(
-                name=steps.get(each, each[-1]),
-                ts=each[0],
-                dur=each[1] - each[0],
-                tid=str(each[2]),
-                args=msgspec.Raw(b'{"External id": %d}' % number),
-            )
-            for number, each in enumerate(ranges, 1)
-        ]
-        operators.add_operators(events)
-        for event in events:
-            operators.add_annotation(event)
-        launches = [calls.get(operation.arguments.correlation) for operation in operations]
-        found = innermost_ranges(events, [(call.time_us, call.thread) for call in launches if call is not None])
-        for operation, call in zip(operations, launches, strict=True):
-            number = None if call is None else found.get((call.time_us, call.thread))
-            if number is not None:
-                msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
-        return operators, tuple((start, end) for start, end, *_ in steps)
-
-    def collectives(self, process: int) -> tuple[list[CollectiveRange], dict[str, Communicator]]:
-        """Return the collectives that NCCL's NVTX ranges name, and the communicators that the process made."""
-        ranges: list[CollectiveRange] = []
-        communicators: dict[str, Communicator] = {}
+        of_nccl: list[tuple[Range, str | None]] = []
         optional = ("text", "textId", "jsonText", "jsonTextId")
         for start, end, thread, text, text_id, payload, payload_id in self.rows(
             RANGES, ("start", "end", "globalTid"), optional
         ):
             name = text or self.names.get(text_id, "")
-            if end and _OF_NCCL.match(name) and _is_of(process, start, end, thread):
-                event = Event(name=name, ts=start / 1e3, dur=(end - start) / 1e3, tid=str(thread))
-                found, made = by_nccl(event, payload or self.names.get(payload_id))
-                communicators |= made
-                if found is not None:
-                    ranges.append(found)
-        return ranges, communicators
+            if not name or not end or not _is_of(process, start, end, thread):
+                continue
+            found = start / 1e3, end / 1e3, thread, name
+            if _OF_NCCL.match(name):
+                of_nccl.append((found, payload or self.names.get(payload_id)))
+            else:
+                ranges.append(found)
+        return ranges, of_nccl
+
+
+def _operators(
+    ranges: Sequence[Range], operations: list[GpuOperation], calls: dict[int, HostCall]
+) -> tuple[HostOperators, tuple[tuple[float, float], ...]]:
+    """Return NVTX ranges as operators, with each operation's innermost one, and the ranges that are steps."""
+    operators = HostOperators()
+    steps = {step: f"ProfilerStep#{number}" for number, step in enumerate(_steps(ranges), 1)}
+    events = [
+        _event(each, name=steps.get(each, each[-1]), args=b'{"External id": %d}' % number)
+        for number, each in enumerate(ranges, 1)
+    ]
+    operators.add_operators(events)
+    for event in events:
+        operators.add_annotation(event)
+    launches = [calls.get(operation.arguments.correlation) for operation in operations]
+    found = innermost_ranges(events, [(call.time_us, call.thread) for call in launches if call is not None])
+    for operation, call in zip(operations, launches, strict=True):
+        number = None if call is None else found.get((call.time_us, call.thread))
+        if number is not None:
+            msgspec.structs.force_setattr(operation.arguments, "external_id", number + 1)
+    return operators, tuple((start, end) for start, end, *_ in steps)
+
+
+def _collectives(
+    of_nccl: Iterable[tuple[Range, str | None]],
+) -> tuple[list[CollectiveRange], dict[str, Communicator]]:
+    """Return the collectives that NCCL's NVTX ranges name, and the communicators that the process made."""
+    ranges: list[CollectiveRange] = []
+    communicators: dict[str, Communicator] = {}
+    for each, payload in of_nccl:
+        found, made = by_nccl(_event(each, name=each[-1]), payload)
+        communicators |= made
+        if found is not None:
+            ranges.append(found)
+    return ranges, communicators
+
+
+def _event(each: Range, *, name: str, args: bytes = b"{}") -> Event:
+    start_us, end_us, thread, _ = each
+    return Event(name=name, ts=start_us, dur=end_us - start_us, tid=str(thread), args=msgspec.Raw(args))
 
 
 def _is_of(process: int, start: object, end: object, thread: object) -> bool:

@@ -108,6 +108,11 @@ def _lacking(trace: ActivityTrace, arguments: LaunchArguments, rule: Rule) -> It
         yield f"without a group size: {assumed}"
 
 
+def size_of_group(trace: ActivityTrace, arguments: LaunchArguments) -> int:
+    """Return the ranks of a collective's group: as stated, else all of the job, else the fewest."""
+    return arguments.group_size or trace.world_size or FEWEST_RANKS
+
+
 def footprint_of(arguments: LaunchArguments, rule: Rule, compute_major: int) -> Footprint:
     """Return the footprint of a traced launch of a kernel of this rule."""
     num_ctas = prod(arguments.grid)
@@ -174,7 +179,7 @@ def _collective(trace: ActivityTrace, traced: GpuOperation, rule: Rule, timing: 
     arguments = traced.arguments
     kind, is_known = collective_kind(arguments.collective_name, rule)
     elements = max(arguments.in_elements or 0, arguments.out_elements or 0)
-    group_size = arguments.group_size or trace.world_size or FEWEST_RANKS
+    group_size = size_of_group(trace, arguments)
     parts = stated_parts(trace, traced) if kind == "all_to_all" else None
     return Collective(
         name=traced.name,
@@ -219,7 +224,7 @@ def stated_parts(trace: ActivityTrace, traced: GpuOperation) -> UnevenParts | No
     """
     arguments = traced.arguments
     sent, received = listed_numbers(arguments.in_splits), listed_numbers(arguments.out_splits)
-    size = arguments.group_size or trace.world_size or FEWEST_RANKS
+    size = size_of_group(trace, arguments)
     ranks = ranks_of_group(arguments, size)
     if not len(sent) == len(received) == size or trace.rank not in ranks:
         return None
