@@ -36,7 +36,8 @@ class Link(Value, frozen=True, kw_only=True):
     `bytes_per_s` is what one GPU can send to all its peers together in one direction, and receive.
     `per_peer_bytes_per_s` is the limit of one copy to one peer; `pairs` lists pairs with another limit. Behind a switch
     with one port per GPU the two are equal; with several ports (NICs), a copy uses one of them. GPUs that `pairs` does
-    not name have the usual rate.
+    not name have the usual rate. Without `has_peer_access`, GPUs cannot read or write each other's memory: libraries send
+    through the host's memory, and copy engines and operators have no path.
     """
 
     kind: Literal["nvlink", "xgmi", "pcie", "network"]
@@ -45,6 +46,7 @@ class Link(Value, frozen=True, kw_only=True):
     latency_us: float
     topology: Topology = "switch"
     pairs: tuple[PairRate, ...] = ()
+    has_peer_access: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_s", "per_peer_bytes_per_s", "latency_us"):

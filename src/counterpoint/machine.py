@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,6 @@ from counterpoint.value import (
     Value,
     check_suffix,
     copy_output,
-    read_shipped,
     read_toml,
     require,
     save_text,
@@ -320,17 +319,21 @@ def load_machine(name_or_path: Path | str) -> Machine:
             f"Unknown machine '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a machine "
             "file (.toml)."
         )
-    return (
-        _variant(name) if name in shipped_names(VARIANTS) else read_shipped(f"machines/{name}.toml", Machine, MachineError)
-    )
+    return msgspec.convert(_shipped_figures(name), Machine)
 
 
-def _variant(name: str) -> Machine:
-    """Return a shipped machine whose file holds only what differs from the one that it calls `base`."""
-    own = msgspec.toml.decode(shipped_text(f"{VARIANTS}/{name}.toml"))
-    base = msgspec.toml.decode(shipped_text(f"machines/{own.pop('base')}.toml"))
-    merged = {key: base[key] | value if isinstance(value, dict) else value for key, value in own.items()}
-    return msgspec.convert(base | merged, Machine)
+def _shipped_figures(name: str) -> dict[str, Any]:
+    """Return the tables of a shipped machine. A variant's file holds only what differs from the machine that it calls
+    `base`, and in `without` the names of figures that only the base has.
+    """
+    if name not in shipped_names(VARIANTS):
+        return msgspec.toml.decode(shipped_text(f"machines/{name}.toml"), type=dict[str, Any])
+    own = msgspec.toml.decode(shipped_text(f"{VARIANTS}/{name}.toml"), type=dict[str, Any])
+    base = _shipped_figures(own.pop("base"))
+    for name_of_figure in own.pop("without", []):
+        table, _, figure = name_of_figure.partition(".")
+        del base[table][figure], base["sources"][name_of_figure]
+    return base | {key: base[key] | value if isinstance(value, dict) else value for key, value in own.items()}
 
 
 def save_machine(machine: Machine, path: Path | str) -> None:

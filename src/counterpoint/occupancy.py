@@ -227,7 +227,7 @@ def _why_nothing_fits(gpu: Gpu, computation: Footprint, communication: Footprint
         f"No cap can help: a communication CTA ({communication.threads_per_cta} threads x "
         f"{communication.registers_per_thread} registers) does not fit beside a single CTA of the kernel "
         f"({computation.threads_per_cta} x {computation.registers_per_thread}). The kernel's CTA "
-        f"{reasons.get(lacking, 'takes the only CTA slot')}. Copy engines need no SMs."
+        f"{reasons.get(lacking, 'takes the only CTA slot')}."
     )
 
 

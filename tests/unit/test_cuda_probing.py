@@ -119,7 +119,7 @@ def test_every_figure_has_a_source_that_says_whether_it_was_probed() -> None:
 
 
 def test_another_gpu_of_the_architecture_takes_what_no_query_tells_from_the_shipped_file() -> None:
-    found = probed(queried("NVIDIA H100 PCIe", 85_520_809_984, MULTIPROCESSOR_COUNT=114, CLOCK_RATE=1_755_000))
+    found = probed(queried("NVIDIA H30", 85_520_809_984, MULTIPROCESSOR_COUNT=114, CLOCK_RATE=1_755_000))
     gpu, like = found.machine.gpu, load_machine(found.shipped).gpu
     assert like.compute_capability == "9.0"
     assert gpu.carveout_steps_bytes == like.carveout_steps_bytes

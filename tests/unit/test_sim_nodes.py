@@ -16,6 +16,9 @@ H100 = load_machine("h100")
 GATHER = Collective(
     name="gather", stream=1, collective="all_gather", num_bytes=1 << 30, group_size=16, footprint=NCCL, lone_us=9000.0
 )
+BY_COPIES = Plan(
+    directives=(Directive(match=Match(operations=(0,)), controls=(Transport(transport="copy_engine"),), reason="test"),)
+)
 
 
 def step_of(*operations: Operation, num_ranks: int = 16) -> Step:
@@ -80,16 +83,24 @@ def test_copies_are_for_collectives_whose_ranks_are_known_to_be_in_one_node(
     group_size: int, ranks: tuple[int, ...], reason: str | None
 ) -> None:
     step = step_of(msgspec.structs.replace(GATHER, group_size=group_size, ranks=ranks))
-    plan = Plan(
-        directives=(Directive(match=Match(operations=(0,)), controls=(Transport(transport="copy_engine"),), reason="test"),)
-    )
     found = propose_transports(step, H100)
     if reason is None:
         assert found.candidates
-        assert Simulator().run(step, H100, plan).intervals
+        assert Simulator().run(step, H100, BY_COPIES).intervals
         return
     assert not found.candidates
     assert reason in found.refusals[0].reason
     assert reason in propose_overlaps(step, H100).refusals[0].reason
     with pytest.raises(PlanError, match=f"Copies cannot replace operation 0 .*{reason}"):
-        Simulator().run(step, H100, plan)
+        Simulator().run(step, H100, BY_COPIES)
+
+
+def test_gpus_without_peer_access_get_no_plan_with_copies() -> None:
+    step, card = step_of(msgspec.structs.replace(GATHER, group_size=2), num_ranks=2), load_machine("rtx_4090")
+    assert propose_transports(step, H100).candidates
+    for propose in (propose_transports, propose_overlaps):
+        found = propose(step, card)
+        assert not found.candidates
+        assert "cannot access each other's memory" in found.refusals[0].reason
+    with pytest.raises(PlanError, match="cannot access each other's memory"):
+        Simulator().run(step, card, BY_COPIES)

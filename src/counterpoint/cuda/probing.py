@@ -171,6 +171,7 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
         "link.latency_us": _from(like, "link.latency_us"),
         "link.topology": f"probed: direct if copies to all peers together are {DIRECT_RATIO:g} times as fast as to one",
         "link.pairs": "assumed: every pair of GPUs has the same link",
+        "link.has_peer_access": "probed: the driver's answer for every two GPUs",
     }
     to_one = statistics.median(peer.copy_bytes_per_s for peer in measured.peers)
     to_all = max(to_one, measured.all_peers_bytes_per_s or to_one)
@@ -184,7 +185,10 @@ def _link(shipped: Machine, measured: Measured, by_copies: str) -> tuple[Link, d
             peaks[name], sources[f"link.{name}"] = implied, share
     peaks["bytes_per_s"] = max(peaks.values())
     topology: Topology = "direct" if peaks["bytes_per_s"] >= DIRECT_RATIO * peaks["per_peer_bytes_per_s"] else "switch"
-    return Link(kind=kind, latency_us=like.link.latency_us, topology=topology, **peaks), sources  # type: ignore[arg-type]
+    has_access = all(peer.has_access for peer in measured.peers)
+    latency_us = like.link.latency_us
+    found = Link(kind=kind, latency_us=latency_us, topology=topology, has_peer_access=has_access, **peaks)  # type: ignore[arg-type]
+    return found, sources
 
 
 def _shipped_with(kind: str) -> Machine:

@@ -9,6 +9,7 @@ from counterpoint.errors import MachineError
 from counterpoint.machine import Machine
 from counterpoint.step import Collective, Copy, Operation, Step
 
+NO_PEER_ACCESS = "these GPUs cannot access each other's memory, which copies between them need"
 BEYOND_THE_NODE = "its ranks are on several nodes, but copies reach only ranks on the same node"
 MAYBE_BEYOND_THE_NODE = "its ranks are unknown; they may be on several nodes, and copies do not cross nodes"
 MEASURED_INSTEAD = ", or plan from a trace of the job, which contains the times"
@@ -44,6 +45,11 @@ def leaves_node(collective: Collective, machine: Machine) -> bool:
 
 def obstacle_to_copies(collective: Collective, num_ranks: int, machine: Machine) -> str | None:
     """Return why copies cannot reach all ranks of a collective in a job of `num_ranks`, or None."""
+    return beyond_node(collective, num_ranks, machine) if machine.link.has_peer_access else NO_PEER_ACCESS
+
+
+def beyond_node(collective: Collective, num_ranks: int, machine: Machine) -> str | None:
+    """Return why a collective in a job of `num_ranks` is not known to stay on one node, or None if it is."""
     if num_ranks <= machine.num_gpus:
         return None
     if leaves_node(collective, machine):

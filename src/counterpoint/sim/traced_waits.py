@@ -25,7 +25,7 @@ from counterpoint.plan import LEAVE_IT
 from counterpoint.sim.calibrated_range import is_collective_measured
 from counterpoint.sim.calibration import load_calibration
 from counterpoint.sim.costs import CostModel
-from counterpoint.sim.nodes import obstacle_to_copies
+from counterpoint.sim.nodes import beyond_node
 from counterpoint.sim.replay import compare_replay
 from counterpoint.sim.simulator import Simulator
 from counterpoint.step import Collective, Copy, Kernel, Operation, Step, is_fill, predecessors
@@ -169,7 +169,7 @@ def _with_times_by_bytes(step: Step, machine: Machine) -> dict[int, Collective]:
 
 def _has_size(collective: Collective, num_ranks: int, machine: Machine) -> bool:
     """Return whether the calibration says how long a collective of so many bytes takes alone."""
-    is_inside = obstacle_to_copies(collective, num_ranks, machine) is None  # of one node
+    is_inside = beyond_node(collective, num_ranks, machine) is None
     return is_inside and not collective.has_unknown_parts and is_collective_measured(collective, machine)
 
 
