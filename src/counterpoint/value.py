@@ -6,7 +6,7 @@ A value is frozen, built by keyword, checked when built, comparable, printable, 
 import gc
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from counterpoint.display import MOST_LETTERS, fields_in_short
-from counterpoint.errors import CounterpointError, shown_path
+from counterpoint.errors import CounterpointError, shown, shown_path
 from counterpoint.files import GZIP_MAGIC, MAX_TEXT_BYTES, read_limited
 from counterpoint.mismatch import describe_mismatch, kind_of, misfit, place_of
 from counterpoint.units import format_choice
@@ -201,6 +201,20 @@ def check_replaced(path: Path, kind: OutputKind, error: type[CounterpointError])
     other = _toml_kind(content) if ".toml" in kind.suffixes else ""
     found = f"no {kind.name}" if not other else f"another {other}" if other == kind.name else f"a {other}, not a {kind.name}"
     raise error(f"'{shown_path(path)}' would be replaced, and holds {found}. Name another file, or remove it first.")
+
+
+def check_continued(
+    path: Path, names: Sequence[str], conditions: tuple[Mapping[str, object], Mapping[str, object]], remedy: str
+) -> None:
+    """Raise `CounterpointError` if results may not be added to a file: `conditions`, those of the file and those of now,
+    differ in one of these names.
+    """
+    for name in names:
+        before, now = (str(each.get(name, "unknown")) for each in conditions)
+        if before != now:
+            raise CounterpointError(
+                f"{shown_path(path)} was measured with {name} {shown(before)}, and now it is {shown(now)}. {remedy}."
+            )
 
 
 def shipped_names(folder: str) -> list[str]:

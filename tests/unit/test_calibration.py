@@ -10,7 +10,7 @@ import pytest
 from counterpoint import Simulator, load_machine, load_workload
 from counterpoint.cli.calibrate import SAVED_S, _Record
 from counterpoint.cuda.nvml import GpuState, check_alone, check_unthrottled
-from counterpoint.errors import DeviceError, MachineError
+from counterpoint.errors import CounterpointError, DeviceError, MachineError
 from counterpoint.footprints import communication_footprint
 from counterpoint.machine import Machine, machine_for_device
 from counterpoint.measurement.points import Point, point
@@ -332,7 +332,7 @@ def test_a_calibration_goes_on_where_it_ended_unless_the_driver_is_another(tmp_p
     second = _Record(H100, DEVICE, path, driver)
     second.go_on()
     assert second.done() == {"launches"}
-    with pytest.raises(MachineError, match="with driver 580, and now it is 590"):
+    with pytest.raises(CounterpointError, match="with driver 580, and now it is 590"):
         _Record(H100, DEVICE, path, {"driver": "590"}).go_on()
     with pytest.raises(MachineError, match="Name another file"):
         _Record(H200, "NVIDIA H200", path, driver).go_on()

@@ -174,11 +174,11 @@ def test_why_copies_did_not_do_it_is_logged_by_the_first_rank_of_the_group(
     for rank_in_group in (0, 1):
         monkeypatch.setattr(dist, "get_rank", lambda of=None, own=rank_in_group: own if of is group else 5)
         caplog.clear()
-        tally = lanes.Tally("a gradient bucket", 0, group)
+        tally = lanes.CollectiveCounts("a gradient bucket", 0, group)
         tally.count_library(ACROSS)
         tally.count_library(ACROSS)
         said = [record.getMessage() for record in caplog.records]
         line = f"counterpoint: The library runs a gradient bucket, not copies: {ACROSS}."
         assert said == ([line] if rank_in_group == 0 else [])
-    lanes.Tally("one of the job's own all-gathers", 0).count_library(ACROSS, group=group)
+    lanes.CollectiveCounts("one of the job's own all-gathers", 0).count_library(ACROSS, group=group)
     assert len(caplog.records) == 0, "this process is the second of the group"

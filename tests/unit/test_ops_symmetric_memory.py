@@ -216,7 +216,7 @@ def test_lanes_copy_rows_at_equal_distances(
         for peer, place in enumerate(places):
             wanted = torch.arange(20.0) + 100 * peer if peer != lane.rank else torch.zeros(20)
             assert torch.equal(output[place].flatten(), wanted)
-    gathered = [lane.gathered(60, torch.float32).view(12, 5) for lane in lanes]
+    gathered = [lane.shared(60, torch.float32).view(12, 5) for lane in lanes]
     for lane, output in zip(lanes, gathered, strict=True):
         output.fill_(-1)[places[lane.rank]] = float(lane.rank)
     for lane, output in zip(lanes, gathered, strict=True):

@@ -159,7 +159,7 @@ def test_a_process_whose_waits_cannot_be_ended_is_ended_with_a_line(
     gpu.wait_until(lambda: gpu.statuses == [1])
     watch.close()
     _, line = capfd.readouterr().err.splitlines()
-    assert line == "counterpoint: Its wait could not be ended within another 0 s either, so this process ends."
+    assert line == "counterpoint: The stream still waits after another 0 s, so this process ends."
 
 
 def test_waits_are_freed_though_nobody_listens_any_more(gpu: Gpu, watch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from counterpoint.plan import Directive, Match, Plan, Refusal
 from counterpoint.step import CollectiveKind
 from counterpoint.supervised.candidates import LiveCandidate, LiveProposal, propose_live, propose_paths
 from counterpoint.supervised.decisions import Reference, Room, decide, propose, why_another_job, why_removed
-from counterpoint.supervised.messages import Census, RoundReport, Trials
+from counterpoint.supervised.messages import KernelReport, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import LiveSettings, setting_of
 from counterpoint.supervised.turns import TURN_STEPS
@@ -70,7 +70,7 @@ def test_what_won_races_is_tried_first_and_is_all_that_the_least_budget_tries() 
     labels = [candidate.label for candidate in propose_live(functions, GPU).candidates]
     assert labels[:2] == ["priority", "priority + head start 5 us"]
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=tuple(functions))], GPU, settings, Room(num_turns=least_turns(2)))
+    trials = propose([KernelReport(functions=tuple(functions))], GPU, settings, Room(num_turns=least_turns(2)))
     assert [candidate.label for candidate in trials.candidates] == labels[:2]
     _, second = trials.candidates
     prioritized, *others = second.directives
@@ -193,7 +193,7 @@ def test_a_truncated_name_is_matched_by_its_beginning() -> None:
 
 def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, Room(num_turns=least_turns(1)))
+    trials = propose([KernelReport(functions=(LONG, MATMUL, nccl()))], GPU, settings, Room(num_turns=least_turns(1)))
     assert [candidate.label for candidate in trials.candidates] == ["priority"]
     left_out = [refusal for refusal in trials.refusals if refusal.control == "candidate"]
     assert [refusal.target for refusal in left_out] == [
@@ -206,23 +206,23 @@ def test_what_the_budget_does_not_let_try_is_refused_with_the_reason() -> None:
     more = (int(found[1]) - 100) // TURN_STEPS
     for is_enough, num_turns in ((True, more), (False, more - 1)):
         room = Room(num_turns=least_turns(1) + num_turns)
-        trials = propose([Census(functions=(LONG, MATMUL, nccl()))], GPU, settings, room)
+        trials = propose([KernelReport(functions=(LONG, MATMUL, nccl()))], GPU, settings, room)
         assert any(refusal.control == "candidate" for refusal in trials.refusals) != is_enough
 
 
 def test_a_budget_too_small_to_try_anything_says_which_one_is_enough() -> None:
     settings = LiveSettings(is_tuning=True, budget_steps=100)
-    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15))
+    trials = propose([KernelReport(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15))
     comparison = Comparison(measurements=(), verdict=Verdict(chosen=0, best=0, reason="no candidate"))
     summary = decide(trials, comparison, [], GPU).plan.summary
     assert summary == "nothing was tried: --budget 100 is too small to try any candidate here; the least is 121"
-    assert propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15 + 7)).candidates
+    assert propose([KernelReport(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=15 + 7)).candidates
 
 
 def test_a_plan_that_was_given_is_tried_first() -> None:
     plan = Plan(directives=(Directive(match=Match(kind="communication"), controls=(Priority(priority=-1),), reason="r"),))
     settings = LiveSettings(is_tuning=True, plan=plan, given=setting_of(plan))
-    trials = propose([Census(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=1000))
+    trials = propose([KernelReport(functions=(LONG, nccl()))], GPU, settings, Room(num_turns=1000))
     assert [candidate.label for candidate in trials.candidates][:2] == ["the plan given", "priority"]
 
 

@@ -211,7 +211,7 @@ def test_measurements_survive_a_trip_through_their_file(tmp_path: Path) -> None:
         (msgspec.json.encode(msgspec.structs.replace(a_set(), digest="0")), "another set of cases (0;"),
         (
             msgspec.json.encode(msgspec.structs.replace(a_set(), digest=set_digest(1), num_gpus=1)),
-            "has num_gpus = 1, and the case 'triton128x64, all_to_all, chain' of another number.",
+            "holds cases of 1 GPUs, but the case 'triton128x64, all_to_all, chain' is not of that set.",
         ),
     ],
 )
@@ -253,7 +253,7 @@ def test_the_tile_of_a_library_kernel_is_that_of_the_transposed_product() -> Non
 def test_a_step_of_other_operations_is_no_case() -> None:
     case = cases_for(2)[0]
     step = captured(case, 2)
-    with pytest.raises(WorkloadError, match=r"The 8 entries of .* became other operations .*not one for each"):
+    with pytest.raises(WorkloadError, match=r"has 8 entries, but the captured step does not hold one operation for each"):
         places_of(case, msgspec.structs.replace(step, operations=step.operations[:-1]))
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from counterpoint.cli.options import Command, output_option
 from counterpoint.errors import INTERRUPTED, MachineError, say, shown, shown_path
-from counterpoint.value import check_outputs, require
+from counterpoint.value import check_continued, check_outputs, require
 
 if TYPE_CHECKING:
     from counterpoint.cuda.probes.runner import ProbeResult
@@ -119,7 +119,7 @@ class _Record:
         self._problem = ""
 
     def go_on(self) -> None:
-        """Load what the file holds. Raises `MachineError` if it is of another GPU or of other versions than the current."""
+        """Load what the file holds. Raises `CounterpointError` if it is of another GPU, or of other versions."""
         from counterpoint.sim.calibration import read_file  # noqa: PLC0415
 
         if not self.path.exists():
@@ -131,14 +131,9 @@ class _Record:
             f"{shown_path(self.path)} was measured on '{shown(found.device_name)}', and this GPU is '{self._device_name}'. "
             "Name another file.",
         )
-        for name in KEPT_CONDITIONS:
-            before, now = found.conditions.get(name, "unknown"), self._conditions.get(name, "unknown")
-            require(
-                before == now or not found.probes,
-                MachineError,
-                f"{shown_path(self.path)} was measured with {name} {shown(before)}, and now it is {now}. Name another file, "
-                "or measure everything anew with --again.",
-            )
+        if found.probes:
+            remedy = "Name another file, or measure everything anew with --again"
+            check_continued(self.path, KEPT_CONDITIONS, (found.conditions, self._conditions), remedy)
         self._probes = _succeeded(found)
         self._calibration = self._file = found
         if any(not record.is_derived for record in self._probes.values()):
@@ -212,7 +207,7 @@ class _Record:
         measured = sum(1 for each in constants.values() if each.status == "measured")
         print(f"{measured} of {len(constants)} constants were measured on {self._device_name}; the others are the H200's.")
         for rule in broken_rules(self._calibration):
-            print(f"A rule that the simulator takes for granted does not hold here: {rule}.")
+            print(f"The simulator assumes a rule that this GPU does not follow: {rule}.")
         print(f"Saved to {self.path}. Use it: counterpoint simulate STEP --calibration {self.path}")
 
 

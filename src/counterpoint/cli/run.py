@@ -97,7 +97,7 @@ def run(
     _check_options(plan, step, output, is_tuning=tune)
     if queues is not None and not 1 <= queues <= MOST_QUEUES:
         raise CounterpointError(
-            f"--queues is 1 to {MOST_QUEUES}, which CUDA has at most; found {queues}. Give 8, its default."
+            f"--queues must be from 1 to {MOST_QUEUES}, CUDA's limit; found {queues}. CUDA's default is 8."
         )
     LiveSettings(is_tuning=tune, budget_steps=budget, guard_every_steps=guard)  # refused before anything starts
     request = RunRequest(

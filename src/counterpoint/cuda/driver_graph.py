@@ -34,7 +34,7 @@ USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
 NOT_NOTED = "torch.distributed did not issue it directly while the step was captured"
 
 
-class StandIn(msgspec.Struct, frozen=True, kw_only=True):
+class CopyGraph(msgspec.Struct, frozen=True, kw_only=True):
     """A replacement for a collective: a graph, and the addresses on other GPUs that its copies write to.
 
     The driver does not report reliably which GPU another process's memory is on, so the code that opened the memory
@@ -99,7 +99,7 @@ class DriverGraph(AbstractGraph):
         # nodes as last read, unless edited since
         self._known: dict[int, GraphNode] = {}
         # by node: what may replace it, or why nothing can
-        self._stand_ins: Mapping[int, StandIn | str] = copied_from._stand_ins if copied_from is not None else {}
+        self._stand_ins: Mapping[int, CopyGraph | str] = copied_from._stand_ins if copied_from is not None else {}
         self._light: Mapping[int, LightLaunch | str] = copied_from._light if copied_from is not None else {}
         self._replaced: dict[int, Handle] = {}  # by node: the node that replaced it
         if copied_from is None:
@@ -180,7 +180,7 @@ class DriverGraph(AbstractGraph):
         hold, hold_us = self._holds[node]
         return hold_us if int(hold) in waits_of(self._handles[node]) else 0.0
 
-    def offer_copies(self, stand_ins: Mapping[int, StandIn | str]) -> None:
+    def offer_copies(self, stand_ins: Mapping[int, CopyGraph | str]) -> None:
         """Set for collectives, by node, what may replace the node, or why nothing can.
 
         The caller owns the stand-ins' memory, and keeps it as long as executables of this graph or of its copies exist.
@@ -207,7 +207,7 @@ class DriverGraph(AbstractGraph):
     def move_to_copies(self, node: int) -> None:
         """See `AbstractGraph.move_to_copies`."""
         stand_in = self._stand_ins[node]
-        assert isinstance(stand_in, StandIn), "obstacles are asked for first"
+        assert isinstance(stand_in, CopyGraph), "obstacles are asked for first"
         old = self._edited(node)
         waits = [cu.CUgraphNode(handle) for handle in waits_of(old)]
         child = check("Adding copies", cu.cuGraphAddChildGraphNode(self._graph, waits, len(waits), stand_in.graph))
@@ -238,7 +238,7 @@ class DriverGraph(AbstractGraph):
     def copied_bytes(self, node: int) -> int:
         """See `AbstractGraph.copied_bytes`."""
         stand_in = self._stand_ins.get(node)
-        if node not in self._replaced or not isinstance(stand_in, StandIn):
+        if node not in self._replaced or not isinstance(stand_in, CopyGraph):
             return 0
         inner = check("Reading a node's own graph", cu.cuGraphChildGraphNodeGetGraph(self._replaced[node]))
         return sum(_bytes_copied_to(stand_in.targets, handle) for handle in handles_of(inner))

@@ -31,7 +31,7 @@ from counterpoint.integrations.compression import BLOCK_ELEMENTS, AsIs
 from counterpoint.integrations.lane_collectives import (
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
-    Tally,
+    CollectiveCounts,
     all_gather,
     all_reduce,
     all_to_all,
@@ -82,7 +82,9 @@ class ReplacedCollectives:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._lanes: dict[str, Lanes] = {}
         self._least_part_bytes = least_part_bytes
-        self.tallies = {kind: Tally(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS}
+        self.tallies = {
+            kind: CollectiveCounts(f"one of the job's own {WORDS[kind]}", least_part_bytes) for kind in COPIED_KINDS
+        }
         self._num_large: dict[CollectiveKind, int] = dict.fromkeys(COPIED_KINDS, 0)
         self._functions = TorchFunctions()
         self._on: frozenset[CollectiveKind] = frozenset()

@@ -31,7 +31,7 @@ from counterpoint.integrations.lane_collectives import (
     LEAST_PIECE_BYTES,
     MAX_BUFFER_BYTES,
     SWITCHED_OFF,
-    Tally,
+    CollectiveCounts,
     all_reduce,
     all_reduce_in_place,
     cut,
@@ -71,7 +71,7 @@ class BucketAverages:
         least_part_bytes, least_piece_bytes, self._max_buffer_bytes = limits
         self._wire, self._as_is = WIRES[compression](), AsIs()
         self._compression = compression
-        self._tally = Tally("a gradient bucket", least_part_bytes, lanes.group)
+        self._tally = CollectiveCounts("a gradient bucket", least_part_bytes, lanes.group)
         self._is_on = False
         self._in_place = AveragesInPlace(lanes.group.size(), least_part_bytes, least_piece_bytes)
         finalize(model, self._in_place.forget).atexit = False  # whoever keeps this object does not keep the parameters

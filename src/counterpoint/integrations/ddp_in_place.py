@@ -235,7 +235,7 @@ class AveragesInPlace:
         shown = ", ".join(name_of.get(parameter, "one without a name") for parameter in missing[:MOST_NAMED])
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         raise RuntimeError(
-            f"The last backward pass had no gradients of {shown}{more}, so not all were averaged. "
+            f"The last backward pass computed no gradients of {shown}{more}, so DDP could not average all gradients. "
             "Use all parameters in each step, or wrap the model with find_unused_parameters=True."
         )
 

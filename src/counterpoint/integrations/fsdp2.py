@@ -41,7 +41,7 @@ from counterpoint.integrations.gather_buffers import MAX_BUFFERS, GatherBuffers,
 from counterpoint.integrations.lane_collectives import (
     LEAST_PIECE_BYTES,
     SWITCHED_OFF,
-    Tally,
+    CollectiveCounts,
     future_of,
     gather_into_buffer,
     reduce_scatter,
@@ -190,7 +190,7 @@ class CopyEnginesInUse:
         self._device, self._num_buffers, self._across_hosts = device, num_buffers, across_hosts
         self._least_part_bytes, self.least_piece_bytes = limits
         self._buffers: dict[str, GatherBuffers] = {}
-        self._reduces: dict[str, tuple[Lanes, Tally]] = {}
+        self._reduces: dict[str, tuple[Lanes, CollectiveCounts]] = {}
         # not the model itself: whoever keeps this object does not keep the parameters
         self._earlier: list[tuple[ref[FSDPParamGroup], AllGather, ReduceScatter]] = []
         self._claims: list[tuple[str, str, int]] = []
@@ -235,16 +235,16 @@ class CopyEnginesInUse:
         return sum(tally.num_bytes for tally in self._tallies())
 
     @property
-    def gather_tallies(self) -> list[Tally]:
+    def gather_tallies(self) -> list[CollectiveCounts]:
         """What was done with gathers of parameters, for each group of ranks."""
         return [each.tally for each in self._buffers.values()]
 
     @property
-    def reduce_tallies(self) -> list[Tally]:
+    def reduce_tallies(self) -> list[CollectiveCounts]:
         """What was done with reductions of gradients, for each group of ranks."""
         return [tally for _, tally in self._reduces.values()]
 
-    def _tallies(self) -> list[Tally]:
+    def _tallies(self) -> list[CollectiveCounts]:
         return [*self.gather_tallies, *self.reduce_tallies]
 
     def __repr__(self) -> str:
@@ -263,18 +263,18 @@ class CopyEnginesInUse:
         name = group.group_name
         if name not in self._buffers:
             purpose = self._purpose(name, "fsdp2 gather")
-            tally = Tally("a gather of parameters", self._least_part_bytes, group)
+            tally = CollectiveCounts("a gather of parameters", self._least_part_bytes, group)
             self._buffers[name] = GatherBuffers(
                 (group, self._device, purpose), (self._num_buffers, self._across_hosts), tally
             )
         return self._buffers[name]
 
-    def reduce_lanes_of(self, group: dist.ProcessGroup) -> tuple[Lanes, Tally]:
+    def reduce_lanes_of(self, group: dist.ProcessGroup) -> tuple[Lanes, CollectiveCounts]:
         """Return a group of ranks' lane for gradients, and its tally."""
         name = group.group_name
         if name not in self._reduces:
             lanes = Lanes((group, self._device, self._purpose(name, "fsdp2 reduce")), 1, self._across_hosts)
-            self._reduces[name] = lanes, Tally("a reduction of gradients", self._least_part_bytes, group)
+            self._reduces[name] = lanes, CollectiveCounts("a reduction of gradients", self._least_part_bytes, group)
         return self._reduces[name]
 
     def _purpose(self, group_name: str, purpose: str) -> str:

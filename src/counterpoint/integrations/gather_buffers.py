@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError, RefusedTogetherError
-from counterpoint.integrations.lane_collectives import Tally
+from counterpoint.integrations.lane_collectives import CollectiveCounts
 from counterpoint.integrations.lanes import AcrossHosts, Lanes
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
@@ -36,7 +36,7 @@ class GatherBuffers:
         self,
         place: tuple[dist.ProcessGroup, torch.device, str],
         choices: tuple[int | None, AcrossHosts],
-        tally: Tally,
+        tally: CollectiveCounts,
     ) -> None:
         num_buffers, across_hosts = choices
         self._lanes = Lanes(place, num_buffers or FIRST_BUFFERS, across_hosts)
@@ -59,7 +59,7 @@ class GatherBuffers:
         lane = self._next_lane(self._lanes, num_elements * dtype.itemsize, obstacle)
         if lane is None:
             return None
-        output = lane.gathered(num_elements, dtype).view(*size)
+        output = lane.shared(num_elements, dtype).view(*size)
         self._holders[lane] = weakref.ref(output)
         return output
 

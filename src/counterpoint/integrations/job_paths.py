@@ -27,7 +27,7 @@ from counterpoint.cuda.ranks import OLDEST_TORCH
 from counterpoint.cuda.rendezvous import num_ranks
 from counterpoint.errors import reason_of
 from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel
-from counterpoint.integrations.lane_collectives import Tally
+from counterpoint.integrations.lane_collectives import CollectiveCounts
 from counterpoint.integrations.paths import (
     COPIED_KINDS,
     COPIES,
@@ -45,7 +45,7 @@ from counterpoint.ops import pool_report
 from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.units import format_count
 
-Counting = tensor_parallel.Overlapped | ddp.BucketAverages | Tally
+Counting = tensor_parallel.Overlapped | ddp.BucketAverages | CollectiveCounts
 T = TypeVar("T")
 Key = tuple[str, str]  # a control's tag, and its target
 # calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes

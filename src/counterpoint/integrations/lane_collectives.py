@@ -10,7 +10,8 @@ between hosts are the library's, of blocks that were divided before, in their ty
 
 If a rank's part is small, the library's collective is faster (measured: with 6 MiB from each of 4 ranks copies are still
 faster; below 4 MiB is an assumption). Without peer access, or when symmetric memory runs out, only the library is left;
-`Tally` logs that once. All ranks reach the same decision, so none waits for copies of another that calls the library.
+`CollectiveCounts` logs that once. All ranks reach the same decision, so none waits for copies of another that calls the
+library.
 """
 
 import logging
@@ -39,7 +40,7 @@ logger = logging.getLogger("counterpoint")
 
 
 @final
-class Tally:
+class CollectiveCounts:
     """Counts how often copies did a collective, how often the library did it and why; each reason except the switch is
     logged once, by the first rank of `group`; None means the group of each call.
     """

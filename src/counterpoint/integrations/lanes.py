@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import IntegrationError, MachineError, RefusedTogetherError
-from counterpoint.integrations.lane_collectives import Tally
+from counterpoint.integrations.lane_collectives import CollectiveCounts
 from counterpoint.machine import machine_names
 from counterpoint.ops.agreement import CallNotice
 from counterpoint.ops.host_levels import HostLevels, one_level, places_of, two_levels
@@ -81,7 +81,7 @@ class Lanes:
             return ""
         return obstacle_by_estimate(self._machines, len(places[0]), len(places), (kind, num_bytes))
 
-    def leave_to_library(self, tally: Tally, part_bytes: int, obstacle: str) -> bool:
+    def leave_to_library(self, tally: CollectiveCounts, part_bytes: int, obstacle: str) -> bool:
         """Return whether the library should do a collective with this many bytes from each rank; if so, count it.
 
         `obstacle` is what `obstacle_to` returned. Lanes are not created for small collectives.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from counterpoint.errors import RefusedTogetherError
-from counterpoint.integrations.lane_collectives import Tally, future_of, streams_of
+from counterpoint.integrations.lane_collectives import CollectiveCounts, future_of, streams_of
 from counterpoint.integrations.lanes import Lanes
 from counterpoint.ops.host_levels import HostLevels
 from counterpoint.ops.lane import AbstractLane
@@ -68,7 +68,7 @@ class CopiesWork(dist.Work):  # type: ignore[misc]  # torch is untyped here
 class PiecewiseCopies:
     """The lanes that one collective uses, and its tally."""
 
-    def __init__(self, lanes: Lanes, tally: Tally) -> None:
+    def __init__(self, lanes: Lanes, tally: CollectiveCounts) -> None:
         self._lanes, self._tally = lanes, tally
         self.num_ranks = int(lanes.group.size())
 

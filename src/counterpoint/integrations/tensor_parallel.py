@@ -276,33 +276,29 @@ def _take_column(
     that may have neighbors.
     """
     layout, shared, schedule = rest
-    key, hooks = layout.input_hook, linear._forward_pre_hooks
+    key, hooks, given = layout.input_hook, linear._forward_pre_hooks, layout.input_layouts[0]
+    is_whole, hook, has_neighbors = False, None, True
     if layout.is_configured:
-        rest_of_it = shared, overlapped.switch, schedule
-        column = ColumnwiseForward(linear, layout, rest_of_it, input_dim=dim, is_whole=not is_gathered)
-        overlapped.replace_forward(name, linear, column)
-        return column
-    if key is not None and is_sequence(layout.input_layouts[0]):
-        shared_by_none, input_dim = SharedInput(), layout.input_layouts[0].dim
-        forward = ColumnwiseForward(linear, layout, (shared_by_none, overlapped.switch, schedule), input_dim=input_dim)
-        overlapped.replace_forward(name, linear, forward)
-        overlapped.replace_hook(hooks, key, annotate(layout, hooks[key], overlapped.switch))
+        is_whole = not is_gathered
+    elif key is not None and is_sequence(given):
+        dim, shared, has_neighbors = given.dim, SharedInput(), False  # it gathers its own input
+        hook = annotate(layout, hooks[key], overlapped.switch)
     elif key is not None and is_gathered:
-        column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule))
-        overlapped.replace_forward(name, linear, column)
-        return column
-    elif layout.input_layouts[0] == Replicate() and (key is not None or layout.is_output_local):
-        column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule), is_whole=True)
-        overlapped.replace_forward(name, linear, column)
-        if key is not None:
-            overlapped.replace_hook(hooks, key, pass_on(hooks[key], overlapped.switch))
-        return column
+        dim = None
+    elif given == Replicate() and (key is not None or layout.is_output_local):
+        dim, is_whole = None, True
+        hook = None if key is None else pass_on(hooks[key], overlapped.switch)
     else:
         overlapped.refused[name] = (
-            f"its input is {layout.input_layouts[0]!r} and its output {layout.output_layouts[0]!r}, but only a whole or "
-            "sequence-sharded input and a local output are supported"
+            f"its input is {given!r} and its output {layout.output_layouts[0]!r}, but only a whole or sequence-sharded "
+            "input and a local output are supported"
         )
-    return None
+        return None
+    column = ColumnwiseForward(linear, layout, (shared, overlapped.switch, schedule), input_dim=dim, is_whole=is_whole)
+    overlapped.replace_forward(name, linear, column)
+    if key is not None and hook is not None:
+        overlapped.replace_hook(hooks, key, hook)
+    return column if has_neighbors else None
 
 
 def _join_neighbors(columns: dict[str, ColumnwiseForward]) -> None:

@@ -15,10 +15,10 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.capture import Captured
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective, are_in_turn, cut, obstacle_of
 from counterpoint.cuda.driver import Handle, check
-from counterpoint.cuda.driver_graph import StandIn
+from counterpoint.cuda.driver_graph import CopyGraph
 from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.agreement import exchange_values
-from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
+from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, whereabouts_of
 from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Recorder
 from counterpoint.ops.replacements import places_of, replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
@@ -33,9 +33,9 @@ class Landing(Value, frozen=True, kw_only=True):
     """
 
     obstacle: str = ""
-    place: Whereabouts | None = None
+    place: IpcMemory | None = None
     offsets: tuple[int, ...] = ()
-    sums: Whereabouts | None = None
+    sums: IpcMemory | None = None
 
 
 @final
@@ -56,14 +56,14 @@ class DirectCopies:
         self._rows: list[torch.Tensor] = []
         self._flags: Flags | None = None
         self._graphs: list[Handle] = []  # all that were recorded, also those that another rank cannot use
-        self.made: list[StandIn | str] = []
+        self.made: list[CopyGraph | str] = []
         try:
             self.made = self._make(collectives, is_in_turn)
         except BaseException:
             self.close()
             raise
 
-    def _make(self, collectives: Sequence[IssuedCollective], is_in_turn: bool) -> list[StandIn | str]:
+    def _make(self, collectives: Sequence[IssuedCollective], is_in_turn: bool) -> list[CopyGraph | str]:
         if self._runtime.obstacle:
             return [self._runtime.obstacle] * len(collectives)
         obstacles = [obstacle_of(issued, self._num_ranks) for issued in collectives]
@@ -120,7 +120,7 @@ class DirectCopies:
         except DeviceError as problem:
             return Landing(obstacle=str(problem).rstrip("."))
 
-    def _stand_in(self, recorder: Recorder, parts: Parts, landings: Sequence[Landing]) -> StandIn | str:
+    def _stand_in(self, recorder: Recorder, parts: Parts, landings: Sequence[Landing]) -> CopyGraph | str:
         obstacle = next((f"on rank {rank}: {each.obstacle}" for rank, each in enumerate(landings) if each.obstacle), "")
         if obstacle:
             return obstacle

@@ -133,10 +133,6 @@ class CopyLane(AbstractLane):
         self._issue(self._moves.fetch, stream, pull)
         self._sample(stream)
 
-    def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `AbstractLane.gathered`."""
-        return self.shared(num_elements, dtype)
-
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
         stream, memory = self._current(), self._reserved()

@@ -354,8 +354,8 @@ def _refuse_sums(operator: str, counts: Counts, wanted: Sequence[int]) -> NoRetu
     rank = next(rank for rank, rows in enumerate(wanted) if sums[rank] != rows or least[rank] < 0)
     if least[rank] == NOT_WHOLE:
         raise OperatorError(
-            f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is none. Count the "
-            "rows of every expert."
+            f"Rank {rank} of the group: the counts of {operator} must be whole numbers; found one that is not. "
+            "Count the rows of every expert."
         )
     raise OperatorError(
         f"Rank {rank} of the group: the counts of {operator} must be 0 or more and add up to its {wanted[rank]} rows of "

@@ -70,15 +70,9 @@ class AbstractLane(ABC):
         """Fill target p with the shared part of rank p, for every other rank; this rank's own target is not written."""
 
     @abstractmethod
-    def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the result of `gather`, in which this rank fills in its own part; like `shared` it may have
-        to be waited for.
-        """
-
-    @abstractmethod
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
-        """Fill part p from the same place of rank p's memory, for every other rank; parts are views of what `gathered`
-        returned.
+        """Fill part p from the same place of rank p's memory, for every other rank; parts are views of what `shared`
+        returned for the whole result, in which each rank has filled in its own part.
         """
 
     @abstractmethod

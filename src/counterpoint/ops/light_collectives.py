@@ -17,7 +17,7 @@ from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import DeviceError
 from counterpoint.ops.agreement import exchange_values
 from counterpoint.ops.light_kernels import PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
-from counterpoint.ops.peer_memory import PeerMemory, Whereabouts, whereabouts_of
+from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, whereabouts_of
 from counterpoint.ops.replacements import replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.symmetric import SymmetricMemory
@@ -31,8 +31,8 @@ class Reach(Value, frozen=True, kw_only=True):
     """
 
     obstacle: str = ""
-    given: Whereabouts | None = None
-    got: Whereabouts | None = None
+    given: IpcMemory | None = None
+    got: IpcMemory | None = None
     starts: tuple[int, ...] = ()
 
 

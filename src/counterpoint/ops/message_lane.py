@@ -77,10 +77,6 @@ class MessageLane(AbstractLane):
                 for piece, part in zip(pieces, arrived[peer].split([piece.numel() for piece in pieces]), strict=True):
                     piece.copy_(part.view(piece.shape))
 
-    def gathered(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `AbstractLane.gathered`."""
-        return self.shared(num_elements, dtype)
-
     def gather(self, parts: Sequence[torch.Tensor]) -> None:
         """See `AbstractLane.gather`."""
         self._move([parts[self.rank]] * self.num_ranks, parts)

@@ -308,11 +308,8 @@ def _exchanged_shape(tokens: torch.Tensor, weight: torch.Tensor, group_name: str
 
 def _gather_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bool]) -> Gradients:
     """Return the gradients; if no weight needs one, nothing is gathered again."""
-    if is_wanted[1] and kept.totals.matrices:
-        return _added(all_gather_matmul_backward, (GATHER_BACKWARD, "shard"), gradients, kept)
     if is_wanted[1]:
-        found = all_gather_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
-        return found[0], found[1:]
+        return _all_gradients(all_gather_matmul_backward, (GATHER_BACKWARD, "shard"), gradients, kept)
     schedule = _backward_text("all_gather_matmul", kept.schedule)
     weights = [weight.t() for weight in kept.weights]
     return matmuls_reduce_scatter(list(gradients), weights, kept.group_name, schedule), [None] * len(weights)
@@ -341,20 +338,20 @@ def _column_gradients(kept: Kept, gradients: Matrices, is_wanted: tuple[bool, bo
     """Return the gradients. If the activation needs none, nothing is sent."""
     if not is_wanted[0]:
         return None, _weight_gradients(kept, gradients)
-    if is_wanted[1] and kept.totals.matrices:
-        return _added(column_parallel_matmul_backward, (COLUMNS_BACKWARD, "left"), gradients, kept)
     if is_wanted[1]:
-        found = column_parallel_matmul_backward(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
-        return found[0], found[1:]
+        return _all_gradients(column_parallel_matmul_backward, (COLUMNS_BACKWARD, "left"), gradients, kept)
     schedule = _backward_text("column_parallel_matmul", kept.schedule)
     weights = [weight.t() for weight in kept.weights]
     return matmuls_all_reduce(list(gradients), weights, kept.group_name, schedule), [None] * len(weights)
 
 
-def _added(operator: Operator, named: tuple[TorchPass, str], gradients: Matrices, kept: Kept) -> Gradients:
-    """Return the left operand's gradient, after the totals took those of the weights. torch's dispatcher does not see
-    this, since its operators return what they compute; the profiler sees the operator's name.
+def _all_gradients(operator: Operator, named: tuple[TorchPass, str], gradients: Matrices, kept: Kept) -> Gradients:
+    """Return the gradients of the left operand and of the weights, or None for those that totals take. torch's dispatcher
+    does not see the latter, since its operators return what they compute; the profiler sees the operator's name.
     """
+    if not kept.totals.matrices:
+        found = operator(list(gradients), kept.left, kept.weights, kept.group_name, kept.schedule)
+        return found[0], found[1:]
     with _named(operator):
         return _gradients_of_several(named, gradients, kept)[0], [None] * len(kept.weights)
 

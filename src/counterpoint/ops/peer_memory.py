@@ -16,14 +16,14 @@ from counterpoint.value import Value
 LAZY_PEER_ACCESS = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
 
-class Whereabouts(Value, frozen=True, kw_only=True):
+class IpcMemory(Value, frozen=True, kw_only=True):
     """The location of memory for other processes: the handle of its allocation and the bytes before it."""
 
     allocation: bytes
     offset: int
 
 
-def whereabouts_of(address: int) -> Whereabouts:
+def whereabouts_of(address: int) -> IpcMemory:
     """Return the location of the memory at `address`. Raises `DeviceError` for memory that other processes cannot open."""
     base, _ = check("Finding an allocation", cu.cuMemGetAddressRange(cu.CUdeviceptr(address)))
     error, handle = cu.cuIpcGetMemHandle(base)
@@ -32,7 +32,7 @@ def whereabouts_of(address: int) -> Whereabouts:
             f"other ranks cannot open its memory ({error.name}), for example that of expandable segments; take "
             "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
         )
-    return Whereabouts(allocation=bytes(handle.reserved), offset=address - int(base))
+    return IpcMemory(allocation=bytes(handle.reserved), offset=address - int(base))
 
 
 @final
@@ -42,7 +42,7 @@ class PeerMemory:
     def __init__(self) -> None:
         self._opened: dict[bytes, int] = {}
 
-    def address_of(self, place: Whereabouts) -> int:
+    def address_of(self, place: IpcMemory) -> int:
         """Return its address for copies of this rank. Raises `DeviceError` if the driver cannot open it."""
         if place.allocation not in self._opened:
             handle = cu.CUipcMemHandle()

@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 from counterpoint.cuda.block_sums import Arrived, sum_arrived, warm_up
 from counterpoint.cuda.collective_blocks import Blocks, IssuedCollective
 from counterpoint.cuda.driver import Handle, check
-from counterpoint.cuda.driver_graph import StandIn
+from counterpoint.cuda.driver_graph import CopyGraph
 from counterpoint.ops.copy_lane import copy_bytes
 from counterpoint.ops.signals import Signals
 from counterpoint.value import Value
@@ -49,7 +49,7 @@ class Recorder:
     def __init__(self, rank: int, peers: tuple[int, ...], signals: Signals, first_flag: int) -> None:
         self._rank, self._peers, self._signals, self._first_flag = rank, peers, signals, first_flag
 
-    def record(self, parts: Parts, destinations: Destinations) -> StandIn:
+    def record(self, parts: Parts, destinations: Destinations) -> CopyGraph:
         """Record it. Raises `DeviceError`."""
         issued, blocks, rows = parts.issued, parts.blocks, parts.rows
         start, end = blocks.given[self._rank]
@@ -80,7 +80,7 @@ class Recorder:
                 self._take(RETURNED, stream)
 
         targets = frozenset((*destinations.blocks.values(), *destinations.sums.values()))
-        return StandIn(graph=recorded(issue), targets=targets)
+        return CopyGraph(graph=recorded(issue), targets=targets)
 
     def _own_copy(self, parts: Parts, stream: Handle) -> None:
         start, end = parts.blocks.given[self._rank]

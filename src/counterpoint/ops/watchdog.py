@@ -194,5 +194,5 @@ class Watchdog:
 
     def _end_if_stuck(self) -> None:
         if self._wait_for_stall():
-            say(f"Its wait could not be ended within another {self._limit_s:g} s either, so this process ends.")
+            say(f"The stream still waits after another {self._limit_s:g} s, so this process ends.")
             self._end_process(STATUS)

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from counterpoint.errors import CounterpointError, shown, shown_path
+from counterpoint.errors import CounterpointError, shown_path
 from counterpoint.files import read_limited
 from counterpoint.paper.values import PaperResult
 from counterpoint.step import Step
-from counterpoint.value import Value, decode_json, json_output, require, write_json, write_whole
+from counterpoint.value import Value, check_continued, decode_json, json_output, require, write_json, write_whole
 
 RESULTS = json_output("results", "conditions", "result")
 KEPT_CONDITIONS = ("driver", "cuda", "torch", "nccl")  # these are the same for all workloads of a file
@@ -60,11 +60,6 @@ def read_grid(path: Path | None, conditions: dict[str, Any], num_ranks: int) -> 
         CounterpointError,
         f"{shown_path(path)} was measured on {', '.join(map(str, others))} ranks, and these are {num_ranks}. {REMEDY}.",
     )
-    for name in KEPT_CONDITIONS:
-        before, now = str(found.conditions.get(name, "unknown")), str(conditions.get(name, "unknown"))
-        require(
-            before == now or not found.result,
-            CounterpointError,
-            f"{shown_path(path)} was measured with {name} {shown(before)}, and now it is {shown(now)}. {REMEDY}.",
-        )
+    if found.result:
+        check_continued(path, KEPT_CONDITIONS, (found.conditions, conditions), REMEDY)
     return found

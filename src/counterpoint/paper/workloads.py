@@ -164,8 +164,8 @@ def check_runnable(description: Description) -> None:
     for axis, size, tile in zip("MNK", (gemm.m, gemm.n, gemm.k), gemm.tile_sizes, strict=True):
         if size % tile or tile & (tile - 1) or tile < 16:
             raise WorkloadError(
-                f"On GPUs {axis} must be a multiple of its tile, and that a power of two from 16; found {axis} {size} and "
-                f"tile {gemm.tile}. Choose another size or tile."
+                f"On GPUs {axis} must be a multiple of the tile's size, and that size a power of two, 16 or more; found "
+                f"{axis} {size} and tile {gemm.tile}. Choose another size or tile."
             )
     _check_elements(gemm)
     granule = 2 * description.num_ranks if collective.collective == "all_to_all" else 2

@@ -28,7 +28,7 @@ LOOK_LABELS = ("as it is", "the plan")
 
 
 @final
-class Lead:
+class AnnouncementLead:
     """The step from which an answer can hold on all ranks: ahead of the foremost rank, and further ahead once a rank was
     late.
     """
@@ -99,7 +99,7 @@ class TuningConductor:
     `lag`: the number of steps by which the GPU is behind the host.
     """
 
-    def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, last_step: int, lag: int) -> None:
+    def __init__(self, exchange: Exchange, topic: str, lead: AnnouncementLead, *, last_step: int, lag: int) -> None:
         self._exchange, self._topic, self._lead = exchange, topic, lead
         self._last_step = last_step
         # steps of the budget that an answer takes, from the end of a round to the step at which it takes effect
@@ -182,7 +182,7 @@ class GuardConductor:
     alone.
     """
 
-    def __init__(self, exchange: Exchange, topic: str, lead: Lead, *, seed: int, has_plan: bool) -> None:
+    def __init__(self, exchange: Exchange, topic: str, lead: AnnouncementLead, *, seed: int, has_plan: bool) -> None:
         self._exchange, self._topic, self._lead = exchange, topic, lead
         self._guard = Guard(seed) if has_plan else None
         self._order = Order(number=-1, entrants=(0,), seed=seed, num_rounds=0)

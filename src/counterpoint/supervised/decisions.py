@@ -16,7 +16,7 @@ from counterpoint.measurement.values import Comparison, Measurement
 from counterpoint.plan import Directive, Expectation, Plan, Refusal
 from counterpoint.planner.search import AS_IT_IS
 from counterpoint.supervised.candidates import LiveCandidate, propose_live, propose_paths
-from counterpoint.supervised.messages import Census, ControlTarget, Decision, RoundReport, Trials
+from counterpoint.supervised.messages import ControlTarget, Decision, KernelReport, RoundReport, Trials
 from counterpoint.supervised.running_job import JobGpu
 from counterpoint.supervised.settings import CANDIDATE, UNCHANGED, UNTRIED, LiveSettings, Setting, setting_of
 from counterpoint.supervised.turns import PATH_WARM_UP_TURNS, TURN_STEPS
@@ -65,7 +65,7 @@ def _num_tried(candidates: Sequence[LiveCandidate], room: Room) -> int:
 
 
 def propose(
-    censuses: Sequence[Census],
+    censuses: Sequence[KernelReport],
     gpu: JobGpu | None,
     settings: LiveSettings,
     room: Room,

@@ -29,7 +29,7 @@ class PathsTaken(Value, frozen=True, kw_only=True):
     failed: dict[Integration, str]
 
 
-class Census(Value, frozen=True, kw_only=True):
+class KernelReport(Value, frozen=True, kw_only=True):
     """The kernels that one rank has launched."""
 
     functions: tuple[SeenFunction, ...]
@@ -61,7 +61,7 @@ class Decision(Value, frozen=True, kw_only=True):
     measurements: tuple[Measurement, ...] = ()
 
 
-class Look(Value, frozen=True, kw_only=True):
+class GuardCheck(Value, frozen=True, kw_only=True):
     """What the guard found, and why: continue as before, or with more rounds, take the plan out, put it back, or tune
     again.
     """
@@ -82,7 +82,7 @@ class Announcement(Value, frozen=True, kw_only=True):
     problem: str = ""
     trials: Trials | None = None
     decision: Decision | None = None
-    look: Look | None = None
+    look: GuardCheck | None = None
     order: Order | None = None
     order_step: int = 0
     variant_paths: tuple[Paths, ...] = ()

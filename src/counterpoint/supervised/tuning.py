@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from counterpoint.integrations.paths import LIBRARY
 from counterpoint.measurement.values import Comparison, Measurement, Order, Verdict
 from counterpoint.plan import Plan
-from counterpoint.supervised.conductor import GuardConductor, Lead, TuningConductor
+from counterpoint.supervised.conductor import AnnouncementLead, GuardConductor, TuningConductor
 from counterpoint.supervised.decisions import (
     Reference,
     Room,
@@ -37,7 +37,7 @@ from counterpoint.supervised.follower import (
     TuningStopped,
     Waited,
 )
-from counterpoint.supervised.messages import Announcement, Census, Decision, Look, Trials
+from counterpoint.supervised.messages import Announcement, Decision, GuardCheck, KernelReport, Trials
 from counterpoint.supervised.path_agreement import agree_on_paths, everyones_surveys, make_ready
 from counterpoint.supervised.running_job import NOTHING_LAUNCHED, LiveJob, NoTable, Patience
 from counterpoint.supervised.settings import UNCHANGED, UNDECIDED, LiveSettings, Setting
@@ -69,7 +69,7 @@ class LiveTuner:
     def __init__(self, job: LiveJob, settings: LiveSettings, earlier: Decision | None) -> None:
         self._job, self._settings = job, settings
         self._follower = Follower(job, replace(settings.given, paths=LIBRARY))
-        self._lead = Lead(job.exchange, self._follower.lockstep)
+        self._lead = AnnouncementLead(job.exchange, self._follower.lockstep)
         self._hold_limit_s = job.hold_limit_s
         self._teller = Teller(job, settings, self._follower, earlier)
         self._reference = Reference(grids={})
@@ -225,7 +225,7 @@ class LiveTuner:
         """Let every rank report its launched kernels; let rank 0 announce what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
         functions = self._job.table.state().functions
-        census = Census(functions=functions)
+        census = KernelReport(functions=functions)
         self._follower.in_force.see_launches(functions)
         exchange.offer(f"{topic}/census", msgspec.json.encode(census).decode())
 
@@ -234,7 +234,7 @@ class LiveTuner:
             if texts is None:
                 return None
             start = self._lead.start(self._follower.step)
-            everyone = [msgspec.json.decode(text, type=Census) for text in texts]
+            everyone = [msgspec.json.decode(text, type=KernelReport) for text in texts]
             num_turns = conductor.num_turns(start, offered_at)
             room = Room(num_turns=num_turns, answer_turns=conductor.answer_turns())
             trials = propose(everyone, self._job.gpu, self._settings, room, self._follower.in_force.offers)
@@ -349,14 +349,14 @@ class LiveTuner:
         start, outcome = found
         times = guard.measurements()
         if outcome == "go on":
-            look = Look(verdict="go on")
+            look = GuardCheck(verdict="go on")
             answer = Announcement(start_step=start, look=look, rest_paths=self._at_rest.paths)
             return self._looking(answer, guard.go_on(start), start, self._guarded)
         if outcome == "remove":
-            look = Look(verdict="remove", reason=why_removed(times))
+            look = GuardCheck(verdict="remove", reason=why_removed(times))
         else:
             changed = self._why_reopened(times)
-            look = Look(verdict="reopen", reason=changed) if changed else Look(verdict=outcome)
+            look = GuardCheck(verdict="reopen", reason=changed) if changed else GuardCheck(verdict=outcome)
         if look.verdict == "reopen":
             return Announcement(start_step=start, look=look)
         order_step = start + self._settings.guard_every_steps * guard.looks_until_next

@@ -57,7 +57,8 @@ def places_of(case: Case, step: Step) -> tuple[int, ...]:
     if wanted != [type(step.operations[place]) for place in places]:
         names = ", ".join(each.name[:40] for each in step.operations)
         raise WorkloadError(
-            f"The {len(wanted)} entries of '{case.name}' became other operations ({shown(names, 400)}), not one for each."
+            f"Case '{case.name}' has {len(wanted)} entries, but the captured step does not hold one operation for each: "
+            f"{shown(names, 400)}."
         )
     return tuple(places)
 

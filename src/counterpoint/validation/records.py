@@ -20,7 +20,7 @@ from counterpoint.plan import Plan
 from counterpoint.sim.costs import SUMMED_COLLECTIVES
 from counterpoint.step import Collective, Step
 from counterpoint.validation.cases import cases_for, set_digest
-from counterpoint.value import Value, decode_json, json_output, write_whole
+from counterpoint.value import Value, check_continued, decode_json, json_output, write_whole
 
 MEASURED = json_output("measurements", "digest", "cases")
 FOLDER = "validation/measured"
@@ -104,8 +104,8 @@ def load_measured(path: Path | str) -> MeasuredSet:
     for case in found.cases:
         if case.name not in names:
             raise CounterpointError(
-                f"{shown_path(path)} has num_gpus = {found.num_gpus}, and the case '{shown(case.name)}' of another number. "
-                "Measure it anew: counterpoint validate --measure."
+                f"{shown_path(path)} holds cases of {found.num_gpus} GPUs, but the case '{shown(case.name)}' is not of that "
+                "set. Measure it anew: counterpoint validate --measure."
             )
     return found
 
@@ -118,13 +118,7 @@ def load_begun(path: Path, conditions: Mapping[str, Any]) -> MeasuredSet | None:
     if not path.exists():
         return None
     found = load_measured(path)
-    for name in KEPT_CONDITIONS:
-        before, now = (str(each.get(name, "unknown")) for each in (found.conditions, conditions))
-        if before != now:
-            raise CounterpointError(
-                f"{shown_path(path)} was measured with {name} {shown(before)}, and now it is {shown(now)}. Name another "
-                "file with -o."
-            )
+    check_continued(path, KEPT_CONDITIONS, (found.conditions, conditions), "Name another file with -o")
     return found
 
 
