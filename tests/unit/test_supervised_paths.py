@@ -369,8 +369,8 @@ def test_a_plan_that_nobody_can_take_is_said_at_once_by_rank_0_alone() -> None:
     job = PathsJob(GUARDED, lambda rank: (DDP,))
     job.run(150, by_paths(0.2))
     assert job.ranks[0].said == [
-        "all-gathers stay unchanged: the job has no model or call that could take it; "
-        "torch's functional collectives are not taken"
+        "all-gathers stay unchanged: the job has no model that could take it, and in its first step it calls none itself "
+        "with 4 MiB or more from each rank; torch's functional collectives are not taken"
     ]
     assert not job.ranks[1].said
 

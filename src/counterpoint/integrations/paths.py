@@ -7,13 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
-from counterpoint.controls import OverlapMatmul, Transport
+from counterpoint.controls import LEAST_PART_BYTES, OverlapMatmul, Transport
 from counterpoint.schedule import ScheduleDescription
 from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
+from counterpoint.units import format_bytes
 from counterpoint.value import Value
 
 COPIES, OVERLAP = Transport(transport="copy_engine"), OverlapMatmul()
 NO_EXCHANGE = "the job's first step has none that copies take; they take large ones whose calls give no sizes"
+NO_LARGE_CALL = (
+    f", and in its first step it calls none itself with {format_bytes(LEAST_PART_BYTES)} or more from each rank; torch's "
+    "functional collectives are not taken"
+)
 Integration = Literal["tensor_parallel", "expert_parallel", "fsdp2", "ddp", "collectives"]
 COPIED_KINDS: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MATMULS, EXPERTS = "tensor-parallel linears", "routed experts"  # the targets of overlap_matmul, in words
@@ -200,11 +205,10 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
         wanted.append((EXPERTS, [offer for offer in given if offer.integration == "expert_parallel"]))
     for target, fitting in wanted:
         if not fitting:
-            is_of_job = target == WORDS["all_to_all"]  # no model calls these
             besides = " besides what is overlapped" if paths.overlaps_matmuls or paths.overlaps_experts else ""
-            others = "" if target in (MATMULS, EXPERTS) else "; torch's functional collectives are not taken"
-            reason = f"the job has no model or call{besides} that could take it{others}"
-            found[target] = NO_EXCHANGE if is_of_job else reason
+            reason = f"the job has no model{besides} that could take it"
+            is_of_job = target == WORDS["all_to_all"]  # no model calls these
+            found[target] = NO_EXCHANGE if is_of_job else reason if target in (MATMULS, EXPERTS) else reason + NO_LARGE_CALL
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found
