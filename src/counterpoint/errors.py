@@ -146,11 +146,11 @@ def reason_of(problem: Exception) -> str:
 
 def say(line: str) -> None:
     """Print this line on standard error with Counterpoint's name, in one write, because ranks share the stream and
-    torchrun makes it unbuffered. If the stream is closed, the job goes on.
+    torchrun makes it unbuffered. If the stream is closed, or an object of the job that fails, the job goes on.
     """
     if sys.stderr is None:  # standard error was closed when Python started, and `print` would write to standard output
         return
-    with suppress(OSError, ValueError):
+    with suppress(Exception):
         print(f"counterpoint: {line}\n", end="", file=sys.stderr, flush=True)
 
 

@@ -316,3 +316,12 @@ def test_a_job_that_replaces_its_collectives_itself_keeps_them_and_its_models_ar
         return
     assert ended.returncode == 0, ended.stderr
     assert all(row(ended, target).rstrip().endswith("verified") for target in TARGETS[kind])
+
+
+def test_a_job_that_changes_its_process_is_switched_and_its_output_holds_nothing_of_ours(tmp_path: Path) -> None:
+    command = forked_ranks(2, JOB.with_name("changed_process.py"))
+    bare, planned = start(*command), run_planned("ddp", tmp_path, *command)
+    assert sorted(planned.stdout.splitlines()) == sorted(bare.stdout.splitlines())
+    assert planned.returncode == bare.returncode == 0, planned.stderr
+    assert row(planned, "all-reduces").rstrip().endswith("verified")
+    assert "counterpoint: The library runs one of the job's own all-reduces, not copies" in planned.stderr

@@ -47,7 +47,7 @@ class Usage:
         if not shares.is_cuda:
             self._noted.append((shares.clone(), None))
             return
-        host = torch.empty(shares.shape, dtype=shares.dtype, pin_memory=True)
+        host = torch.empty(shares.shape, dtype=shares.dtype, device="cpu", pin_memory=True)
         host.copy_(shares, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -300,9 +300,14 @@ def _modules() -> list[nn.Module]:
     return [each for each in _alive(nn.Module) if "_modules" in vars(each)]
 
 
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that belong to the module itself. Its class may have another `parameters` method."""
+    return [each for each in module._parameters.values() if each is not None]
+
+
 def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return modules that no other module contains."""
-    inner = {id(child) for module in modules for child in module.children()}
+    inner = {id(child) for module in modules for child in module._modules.values()}
     return [module for module in modules if id(module) not in inner]
 
 
@@ -316,7 +321,7 @@ def _ranks_of_replicated(modules: Sequence[nn.Module]) -> dict[int, int]:
     for model in _data_parallel(modules):
         mesh = vars(model).get("device_mesh")
         number = model.process_group.size() if mesh is None else _ranks_of_mesh(mesh)
-        found |= {id(each): number for each in model.parameters()}
+        found |= {id(each): number for each in nn.Module.parameters(model)}
     return found
 
 
@@ -338,7 +343,7 @@ def _updates_parts(modules: Sequence[nn.Module]) -> bool:
     """Return whether an optimizer updates tensors that are parameters of no model. If these are this rank's parts of the
     models, as with ZeRO, the job gathers the others' after the optimizer's step, which the first step does not show.
     """
-    of_models = {id(each) for module in modules for each in module.parameters(recurse=False)}
+    of_models = {id(each) for module in modules for each in _own_parameters(module)}
     groups = (group["params"] for optimizer in _alive(torch.optim.Optimizer) for group in optimizer.param_groups)
     return any(id(each) not in of_models for group in groups for each in group)
 
@@ -346,7 +351,7 @@ def _updates_parts(modules: Sequence[nn.Module]) -> bool:
 def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
     """Return why nothing can be switched if only some ranks train a model, because they need not step with the others."""
     whole = num_ranks()
-    parameters = [each for module in modules for each in module.parameters(recurse=False) if each.requires_grad]
+    parameters = [each for module in modules for each in _own_parameters(module) if each.requires_grad]
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
     fewest = min([*_ranks_of_replicated(modules).values(), *map(_ranks_of_mesh, meshes)], default=whole)
     if fewest >= whole:

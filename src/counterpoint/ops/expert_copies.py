@@ -127,7 +127,7 @@ class ExpertCopies(AbstractExpertCopies):
             self._counts_row_bytes = 0
             wanted = aligned(num_bytes)
             self._counts_pool.replace(2 * self._num_ranks * wanted, "An expert layer", has_captured=False)
-            on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, pin_memory=True)
+            on_host = torch.empty(self._num_ranks * wanted // 8, dtype=torch.int64, device="cpu", pin_memory=True)
             self._counts_on_host, self._counts_address = on_host.numpy(), on_host.data_ptr()
             self._counts_row_bytes = wanted
         assert self._counts_pool.memory is not None

@@ -29,7 +29,7 @@ class ExpertLibrary(AbstractExpertExchange):
         if gathered.is_cpu:
             beside(gathered)
             return gathered.numpy(), gathered
-        on_host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+        on_host = torch.empty(gathered.shape, dtype=gathered.dtype, device="cpu", pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         counted = torch.cuda.Event()
         counted.record()

@@ -39,7 +39,7 @@ class ExpertMessages(AbstractExpertCopies):
         self._ranks = ranks
         self._library = ExpertLibrary(ranks)
         self._sizes = RegionSizes()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._ahead: MessageDispatch | None = None
 
     def gather(self, counts: torch.Tensor, last: int, beside: Callable[[torch.Tensor], None]) -> tuple[Counts, torch.Tensor]:
@@ -92,7 +92,7 @@ class ExpertMessages(AbstractExpertCopies):
         is_small = int(counts.min()) >= 0 and int(counts.max()) <= int(sums.max())  # so that sums cannot wrap around
         is_sound = is_small and torch.equal(counts.sum((1, 2)), sums)
         if not is_sound or layout.most_grouped > landed.shape[0]:
-            return torch.zeros(layout.num_experts, dtype=torch.int32)
+            return torch.zeros(layout.num_experts, dtype=torch.int32, device="cpu")
         rows = Rows(layout, RowFormat.of(tokens), Sorting(layout, gathered))
         last = 1 if first is None or not first.sends_rest else None
         self._ahead = MessageDispatch(Mail(self._ranks, ExpertRegion.DISPATCH), rows, tokens, landed, last=last)
@@ -129,7 +129,7 @@ class ExpertMessages(AbstractExpertCopies):
 
     def close(self) -> None:
         """See `AbstractExpertExchange.close`."""
-        self._sizes, self._memory = RegionSizes(), torch.empty(0, dtype=torch.uint8)
+        self._sizes, self._memory = RegionSizes(), torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @final

@@ -289,7 +289,7 @@ def _learn(kind: str, found: ExpertRouting, call: Called, num_columns: int) -> N
 def _counts_given(runtime: Runtime, call: Called) -> torch.Tensor:
     """Return the counts of a call as a vector of numbers; others are refused on every rank."""
     try:
-        counts = torch.as_tensor(call.counts)
+        counts = call.counts if isinstance(call.counts, torch.Tensor) else torch.as_tensor(call.counts, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         counts = None
     if counts is None or counts.is_complex() or counts.layout != torch.strided:

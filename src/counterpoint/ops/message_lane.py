@@ -26,7 +26,7 @@ class MessageLane(AbstractLane):
         self.rank, self.num_ranks = group.rank(), group.size()
         self._group, self._agreement = group, agreement
         self._row_bytes = 0
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def issuing(self) -> AbstractContextManager[None]:
         """See `AbstractLane.issuing`."""
@@ -68,7 +68,7 @@ class MessageLane(AbstractLane):
         """See `AbstractLane.fetch`."""
         sizes, dtype = [sum(piece.numel() for piece in target) for target in targets], targets[0][0].dtype
         arrived = [
-            target[0] if len(target) == 1 else torch.empty(size, dtype=dtype)
+            target[0] if len(target) == 1 else torch.empty(size, dtype=dtype, device="cpu")
             for target, size in zip(targets, sizes, strict=True)
         ]
         self._move([self.shared(sizes[self.rank], dtype)] * self.num_ranks, arrived)
@@ -120,7 +120,7 @@ class MessageLane(AbstractLane):
     def close(self) -> None:
         """See `AbstractLane.close`."""
         self._row_bytes = 0
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _in_one_piece(pieces: Pieces) -> torch.Tensor:

@@ -59,5 +59,5 @@ class MessageWatchdog:
     def _end_waits(self) -> None:
         peer = dist.get_global_rank(self._group, (self._group.rank() + 1) % self._group.size())
         with suppress(RuntimeError):
-            received = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, NO_TAG)
+            received = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), peer, self._group, NO_TAG)
             received.wait(timedelta(milliseconds=1))

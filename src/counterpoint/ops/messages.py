@@ -34,7 +34,7 @@ class Messages(AbstractTransport):
 
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement, watchdog: MessageWatchdog) -> None:
         self.group, self.agreement, self.watchdog = group, agreement, watchdog
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._prepared: list[CompiledMessages] = []
 
     def prepare(self, schedule: CopySchedule, dtype: torch.dtype) -> AbstractCompiledSchedule:
@@ -51,7 +51,7 @@ class Messages(AbstractTransport):
         self._prepared = [each for each in self._prepared if each not in prepared]
         needed = max((each.num_bytes for each in self._prepared), default=0)
         if self.memory.numel() > needed and not keeps_memory:
-            self.memory = torch.empty(needed, dtype=torch.uint8)
+            self.memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
 
     def num_symmetric_bytes(self) -> int:
         """See `AbstractTransport.num_symmetric_bytes`."""
@@ -64,7 +64,7 @@ class Messages(AbstractTransport):
     def close(self) -> None:
         """See `AbstractTransport.close`."""
         self._prepared.clear()
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @final
@@ -100,7 +100,9 @@ class CompiledMessages(AbstractCompiledSchedule):
         buffer = self._schedule.buffer(name)
         if buffer.home == "symmetric":
             return view_of(self._transport.memory, self._layout.places[name], buffer, self._dtype)
-        return torch.empty(buffer.num_rows if buffer.home == "local" else 0, buffer.num_columns, dtype=self._dtype)
+        return torch.empty(
+            buffer.num_rows if buffer.home == "local" else 0, buffer.num_columns, dtype=self._dtype, device="cpu"
+        )
 
     def _send(self, step: Instruction, tensors: Tensors) -> None:
         source, target = step.action.reads[0], step.action.writes[0]

@@ -137,10 +137,10 @@ def host_memory(num_bytes: int, what: str, agreement: Agreement) -> torch.Tensor
 
     As on GPUs, all ranks get it, or all raise `RefusedTogetherError`. `what` needs it, in the same words on all ranks.
     """
-    memory, problem = torch.empty(0, dtype=torch.uint8), ""
+    memory, problem = torch.empty(0, dtype=torch.uint8, device="cpu"), ""
     try:
         with torch.inference_mode(mode=False):  # later calls write to it in any mode
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         problem = f"{format_bytes(num_bytes)} for {what} cannot be allocated ({cause_of(error, 160)})"
     agreement.compare(CallNotice(request=f"{num_bytes} bytes for {what}", problem=problem))

@@ -12,11 +12,13 @@ loaded it anyway.
 """
 
 import atexit
+import logging
 import os
 import weakref
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
+from typing import final
 
 from msgspec.structs import replace
 
@@ -341,9 +343,24 @@ def _is_within_rank(pid: int) -> bool:
     return False
 
 
+@final
+class SaidRecords(logging.Handler):
+    """Prints what the package logs, as `say` does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler.emit`."""
+        say(record.getMessage().removeprefix("counterpoint: "))
+
+
 @cache
 def agent_of_job() -> JobAgent:
-    """Return the agent of this process; the same one however steps are marked."""
+    """Return the agent of this process; the same one however steps are marked.
+
+    The job did not ask for the package's messages, so they do not go where it sends its own.
+    """
+    logger = logging.getLogger("counterpoint")
+    logger.propagate = False
+    logger.addHandler(SaidRecords())
     return JobAgent(Path(os.environ[DIRECTORY_VARIABLE]))
 
 
