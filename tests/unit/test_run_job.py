@@ -176,6 +176,9 @@ def test_paths_of_a_job_without_steps_are_reported_as_never_switched_and_fail_st
     assert row.rstrip().endswith("failed")
     assert "finished a step. A step ends with a call of" in ended.stderr
     assert "counterpoint.step()" in ended.stderr
+    script.write_text(script.read_text() + "sys.exit(5)\n")
+    ended = run("--plan", plan, "--", *ranks_of_node(), script)
+    assert "before a rank finished a step" in ended.stderr
 
 
 def test_several_optimizers_make_one_step(driver: Path, tmp_path: Path) -> None:

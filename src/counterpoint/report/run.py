@@ -15,7 +15,7 @@ from counterpoint.report.gpu import STATE_STYLES, print_measurements
 from counterpoint.report.refusals import merge_alike
 from counterpoint.report.text import new_table, print_plan, shorten
 from counterpoint.supervised.proof import ControlProof, ProcessProof
-from counterpoint.supervised.run import NO_STEP, RunOutcome
+from counterpoint.supervised.run import RunOutcome, why_no_step
 from counterpoint.supervised.settings import UNDECIDED, LiveRecord
 from counterpoint.units import format_count, format_numbers
 
@@ -145,7 +145,7 @@ def print_measured(console: Console, outcome: RunOutcome) -> None:
         return  # already printed
     if record is None:
         if outcome.is_tuned and outcome.has_rank_0 and not outcome.damaged:
-            print_line(console, f"live tuning never began: {NO_STEP}")
+            print_line(console, f"live tuning never began: {why_no_step(outcome.ended)}")
         return
     if outcome.plan_found is not None:
         print_plan(console, outcome.plan_found)

@@ -216,7 +216,7 @@ def outcome_of(directory: Path, ended: Ended, request: RunRequest, asked: tuple[
     found = [_read_or_note(path, prove_without_launches, damaged) for path in others]
     proofs += [proof for proof in found if proof is not None and proof.applied]
     if record is None and not damaged and not totals_paths(directory):  # each rank saves its totals after its first step
-        proofs = [_without_steps(proof, settings.given) for proof in proofs]
+        proofs = [_without_steps(proof, settings.given, why_no_step(ended)) for proof in proofs]
     return RunOutcome(
         ended=ended,
         is_filtered=True,
@@ -262,11 +262,17 @@ def _never_in_force(proof: ProcessProof) -> ProcessProof:
     return replace(proof, applied=applied)
 
 
-def _without_steps(proof: ProcessProof, setting: Setting) -> ProcessProof:
+def why_no_step(ended: Ended) -> str:
+    """Return why a job had no steps."""
+    status = ended.exit_status
+    return f"the command ended with status {status} before a rank finished a step" if status else NO_STEP
+
+
+def _without_steps(proof: ProcessProof, setting: Setting, why: str) -> ProcessProof:
     """Return the proof of a process in a job without steps, such as one that serves a model: no rank switched its paths."""
     paths = {name for _, name in setting.paths.targets}
     applied = tuple(
-        replace(each, engagement=replace(each.engagement, reason=NO_STEP)) if each.engagement.target in paths else each
+        replace(each, engagement=replace(each.engagement, reason=why)) if each.engagement.target in paths else each
         for each in proof.applied
     )
     return replace(proof, applied=applied)
