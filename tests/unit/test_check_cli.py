@@ -170,7 +170,7 @@ def test_the_path_of_the_shell_and_of_the_command_are_heeded(tmp_path: Path) -> 
 
 def test_what_an_interpreter_or_a_shell_does_not_find_is_theirs_to_say(tmp_path: Path) -> None:
     for command, words in (
-        ((sys.executable, "nosuch.py"), "the script nosuch.py was not read: its source is not available here"),
+        ((sys.executable, "nosuch.py"), "the script nosuch.py was not read: there is no such file here"),
         (("sh", "nosuch.sh"), "what sh runs: shell scripts are not read"),
     ):
         done = counterpoint("check", "--", *command, cwd=tmp_path)

@@ -216,7 +216,7 @@ def test_parallelism_that_a_script_shows_by_the_names_of_libraries(source: str, 
     script = tmp_path / "train.py"
     script.write_text(source)
     found = read_script(str(script))
-    assert found is not None
+    assert not isinstance(found, str)
     assert {hint.kind for hint in found.hints} == expected
 
 
@@ -238,12 +238,22 @@ def test_imports_that_were_not_read_are_named(source: str, imported: str | None,
     assert read(f"torchrun {script}").unknown == (() if imported is None else (line,))
 
 
-@pytest.mark.parametrize("content", [b"def broken(:\n", b"\x00\xff", b"\xff\xfe"])
-def test_a_script_that_cannot_be_parsed_is_said_to_be_unread(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"import torch\ndef broken(:\n", ", line 2)"),
+        (b"\x00\xff", ""),
+        (b"x = 'caf\xe9'\n", "codec can't decode byte 0xe9"),
+    ],
+)
+def test_a_script_that_cannot_be_parsed_is_said_to_be_unread_with_the_reason(
+    tmp_path: Path, content: bytes, why: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(content)
-    assert read_script(str(script)) is None
-    assert any("was not read" in line for line in read(f"python {script}").unknown)
+    (line,) = read(f"python {script}").unknown
+    assert f"the script {script} was not read: it" in line
+    assert why in line
 
 
 @pytest.mark.parametrize(

@@ -121,14 +121,7 @@ class _Reader:
     def result(self) -> ReadCommand:
         """Return what was read, with the hints from the options and the script."""
         options = read_options(self._rest)
-        found = read_script(self._script) if self._script and not self._is_module else None
-        if found is None and self._script:
-            what = "module" if self._is_module else "script"
-            self._unknown.append(f"the {what} {self._script} was not read: its source is not available here")
-        elif found is not None and found.imported:
-            self._unknown.append(
-                f"what {_name(self._script)} imports: only the script itself was read, not {', '.join(found.imported)}"
-            )
+        hints = self._script_hints() if self._script else ()
         is_on_one_node = "srun" not in self.programs and any(name in self.programs for name in ON_ONE_NODE)
         job = JobCommand(
             programs=tuple(self.programs),
@@ -142,7 +135,7 @@ class _Reader:
             hints=(
                 *_option_hints(options | self._launch_options),
                 *self._deepspeed_hints(options),
-                *(found.hints if found is not None else ()),
+                *hints,
             ),
         )
         return ReadCommand(
@@ -153,6 +146,19 @@ class _Reader:
             program_path=self._program_path,
             unknown=tuple(self._unknown),
         )
+
+    def _script_hints(self) -> tuple[Hint, ...]:
+        """Return what the script tells, and note what of it was not read."""
+        found = "modules are not read" if self._is_module else read_script(self._script)
+        if isinstance(found, str):
+            what = "module" if self._is_module else "script"
+            self._unknown.append(f"the {what} {self._script} was not read: {found}")
+            return ()
+        if found.imported:
+            self._unknown.append(
+                f"what {_name(self._script)} imports: only the script itself was read, not {', '.join(found.imported)}"
+            )
+        return found.hints
 
     def _deepspeed_hints(self, options: dict[str, str]) -> tuple[Hint, ...]:
         """Return what DeepSpeed's configuration tells, if the command names its file."""

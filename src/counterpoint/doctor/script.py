@@ -76,12 +76,17 @@ class ReadScript(Value, frozen=True, kw_only=True):
     imported: tuple[str, ...] = ()
 
 
-def read_script(path: str) -> ReadScript | None:
-    """Return what a script tells; None if the source cannot be read or is not Python."""
+def read_script(path: str) -> ReadScript | str:
+    """Return what a script tells, or why it was not read."""
+    if not Path(path).exists():
+        return "there is no such file here"
     try:
         tree = ast.parse(bytes(read_limited(path, JobContextError, "give a script")))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
+    except SyntaxError as problem:
+        version = ".".join(map(str, sys.version_info[:2]))
+        return f"it is no Python {version} ({problem.msg}" + (f", line {problem.lineno})" if problem.lineno else ")")
+    except (OSError, ValueError, RecursionError):
+        return "its source cannot be read"
     first: dict[HintKind, int] = {}
     for kind, line in _mentions(tree):
         first[kind] = min(line, first.get(kind, line))
