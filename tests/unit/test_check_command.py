@@ -256,6 +256,15 @@ def test_a_script_that_cannot_be_parsed_is_said_to_be_unread_with_the_reason(
     assert why in line
 
 
+def test_a_module_of_the_current_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name in ((tmp_path, "train.py"), (tmp_path / "pkg", "train.py"), (tmp_path / "whole", "__main__.py")):
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("from torch.distributed.fsdp import fully_shard")
+    for module in ("train", "pkg.train", "whole"):
+        assert {hint.kind for hint in read(f"torchrun -m {module}").job.hints} == {"fsdp2"}
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

@@ -308,7 +308,7 @@ def test_an_optimizer_is_looked_at_only_if_it_would_mark_the_steps(tmp_path: Pat
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(8)]
     agent.optimizer_stepped(optimizers[0])
     monkeypatch.setattr(agent, "_tuner", SimpleNamespace(is_step_of_job=job_paths.TorchJobPaths().trains))
-    monkeypatch.setattr(job_paths, "_modules", lambda: pytest.fail("looked for models"))
+    monkeypatch.setattr(job_paths, "modules_of_process", lambda: pytest.fail("looked for models"))
     for _ in range(5):
         for optimizer in optimizers:
             agent.optimizer_stepped(optimizer)

@@ -10,6 +10,7 @@ and no modules that the script imports. What it finds and does not read, it name
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from counterpoint.doctor.deepspeed_config import read_deepspeed
 from counterpoint.doctor.job_context import Hint, HintKind, JobCommand, whole_number
@@ -101,6 +102,12 @@ def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCo
     return reader.result()
 
 
+def _path_of_module(name: str) -> str:
+    """Return the file that `python -m` runs for a module of the current folder; there may be none."""
+    path = Path(*name.split("."))
+    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
+
+
 class _Reader:
     """Reads the words once; `_rest` holds the words not read yet."""
 
@@ -149,7 +156,7 @@ class _Reader:
 
     def _script_hints(self) -> tuple[Hint, ...]:
         """Return what the script tells, and note what of it was not read."""
-        found = "modules are not read" if self._is_module else read_script(self._script)
+        found = read_script(_path_of_module(self._script) if self._is_module else self._script)
         if isinstance(found, str):
             what = "module" if self._is_module else "script"
             self._unknown.append(f"the {what} {self._script} was not read: {found}")

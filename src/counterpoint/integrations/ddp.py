@@ -449,8 +449,8 @@ def _require_no_hook(model: DistributedDataParallel) -> None:
 
 def _has_hook(name: str) -> str:
     return (
-        f"The model already has a communication hook, {name}, and DDP accepts only one. Remove that hook, or do "
-        "not call register()."
+        f"The model already has a communication hook, {name}, and DDP accepts only one. Remove that hook to let copies "
+        "average the gradients."
     )
 
 

@@ -29,6 +29,7 @@ from counterpoint.integrations.expert_layouts import (
     torchtitan_layout,
 )
 from counterpoint.integrations.megatron_experts import MegatronExperts
+from counterpoint.integrations.module_tree import modules_within, named_modules
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.routed_experts import SharedExperts, TorchtitanExperts
 from counterpoint.integrations.switched_hooks import pass_on
@@ -73,15 +74,15 @@ def overlap(
     _check_arguments(module, schedule)
     overlapped = Overlapped(is_on=is_on, of_experts=True, keeps_tokens=keeps_tokens)
     options = {"schedule": schedule, "keeps_tokens": keeps_tokens}
-    found = [(name, each) for name, each in module.named_modules() if spread_by(each) is not None]
-    overlapped.require_new(module.named_modules(), OVERLAPPED)
+    found = [(name, each) for name, each in named_modules(module) if spread_by(each) is not None]
+    overlapped.require_new(named_modules(module), OVERLAPPED)
     require(
         bool(found),
         IntegrationError,
         f"{type(module).__name__} has no experts that torchtitan, transformers or Megatron-LM spread over ranks. "
         "Parallelize it first.",
     )
-    layers = {id(layer._modules.get("experts")): layer for layer in module.modules() if "experts" in layer._modules}
+    layers = {id(layer._modules.get("experts")): layer for layer in modules_within(module) if "experts" in layer._modules}
     with overlapped.all_or_nothing():
         for name, experts in found:
             if reason := _refusal(experts):
@@ -107,13 +108,13 @@ def _check_arguments(module: object, schedule: object) -> None:
 
 def waiting_experts(module: nn.Module) -> list[nn.Module]:
     """Return the experts in the module that a framework has spread over ranks and that `overlap` can still take."""
-    waiting = (each for each in module.modules() if spread_by(each) and not is_overlapped(each, OVERLAPPED))
+    waiting = (each for each in modules_within(module) if spread_by(each) and not is_overlapped(each, OVERLAPPED))
     return [each for each in waiting if not _refusal(each)]
 
 
 def why_none_waits(module: nn.Module) -> str:
     """Return why `overlap` cannot take the first of the experts in the module that it cannot take; nothing without any."""
-    for name, each in module.named_modules():
+    for name, each in named_modules(module):
         if spread_by(each) and (reason := _refusal(each)):
             return f"{name or 'the experts'}: {reason}"
     return ""

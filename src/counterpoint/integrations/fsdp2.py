@@ -51,6 +51,7 @@ from counterpoint.integrations.lane_collectives import (
     streams_of,
 )
 from counterpoint.integrations.lanes import AcrossHosts, Lanes, require_across_hosts
+from counterpoint.integrations.module_tree import named_modules
 from counterpoint.integrations.parameter_memory import ParameterMemory
 from counterpoint.integrations.stand_ins import BufferStandIn
 from counterpoint.ops.collectives import library_all_gather, library_reduce_scatter
@@ -368,7 +369,7 @@ def _groups_of(model: nn.Module) -> dict[FSDPParamGroup, str]:
         IntegrationError,
         f"use_copy_engines() takes a module sharded by FSDP2; found one of type {type(model).__name__}. Pass the model.",
     )
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = {name: module for name, module in named_modules(model) if isinstance(module, FSDPModule)}
     require(
         bool(modules),
         IntegrationError,

@@ -6,7 +6,6 @@ between steps. Tensor-parallel linears and experts are taken over when an optimi
 them.
 """
 
-import gc
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from counterpoint.cuda.rendezvous import num_ranks
 from counterpoint.errors import reason_of
 from counterpoint.integrations import collectives, ddp, expert_parallel, fsdp2, tensor_parallel
 from counterpoint.integrations.lane_collectives import CollectiveCounts
+from counterpoint.integrations.module_tree import alive, modules_of_process, modules_within, own_parameters, roots_of
 from counterpoint.integrations.paths import (
     COPIED_KINDS,
     COPIES,
@@ -84,11 +84,11 @@ class TorchJobPaths(AbstractJobPaths):
             return
         if self._replaced is None and dist.is_initialized() and not collectives.in_place():
             self._replaced = collectives.ReplacedCollectives.in_job()  # counts calls for the survey
-        self._overlaps.prepare(_roots(_modules()))
+        self._overlaps.prepare(roots_of(modules_of_process()))
 
     def survey(self) -> tuple[PathOffer, ...]:
         """See `AbstractJobPaths.survey`."""
-        obstacle, modules = _obstacle(), _modules()
+        obstacle, modules = _obstacle(), modules_of_process()
         refusal = OF_THE_JOB if collectives.in_place() else UNSEEN if self._replaced is None else ""
         self.prepare()  # models that were parallelized after the first optimizer was created
         offers = [*self._overlaps.offers(), *_offers_of(modules)]
@@ -136,12 +136,12 @@ class TorchJobPaths(AbstractJobPaths):
         return failed
 
     def _take_fsdp2(self, _: PathOffer) -> None:
-        for root in _sharded_roots(_modules()):
+        for root in _sharded_roots(modules_of_process()):
             self._sharded.append(fsdp2.use_copy_engines(root, is_on=False))
 
     def _take_ddp(self, _: PathOffer) -> None:
         ddp.watch_job()
-        for model in _data_parallel(_modules()):
+        for model in _data_parallel(modules_of_process()):
             self._averages.append(ddp.register(model, is_on=False))
 
     def _take_collectives(self, offer: PathOffer) -> None:
@@ -150,7 +150,7 @@ class TorchJobPaths(AbstractJobPaths):
     def late_models(self) -> tuple[str, ...]:
         """See `AbstractJobPaths.late_models`."""
         found = []
-        for kind, models in _parts_by_kind(_modules()).items():
+        for kind, models in _parts_by_kind(modules_of_process()).items():
             late = [parts for parts in models if self._seen.isdisjoint(parts)]
             self._seen.update(part for parts in late for part in parts)
             found += [format_count(len(late), kind)] if late else []
@@ -164,7 +164,7 @@ class TorchJobPaths(AbstractJobPaths):
         """See `AbstractJobPaths.may_begin`. If optimizers have copies of parameters, none trains the model."""
         assert isinstance(optimizer, torch.optim.Optimizer)
         if optimizer not in self._may_begin:
-            replicated, everyone = _ranks_of_replicated(_modules()), _alive(torch.optim.Optimizer)
+            replicated, everyone = _ranks_of_replicated(modules_of_process()), alive(torch.optim.Optimizer)
             is_one = _is_shared(optimizer, replicated)
             self._may_begin[optimizer] = is_one or not any(_is_shared(each, replicated) for each in everyone)
         return bool(self._may_begin[optimizer])
@@ -183,7 +183,7 @@ class TorchJobPaths(AbstractJobPaths):
             return True
         if optimizer not in self._of_shared_model:
             has_none = not any(group["params"] for group in optimizer.param_groups)
-            self._of_shared_model[optimizer] = has_none or _is_shared(optimizer, _ranks_of_replicated(_modules()))
+            self._of_shared_model[optimizer] = has_none or _is_shared(optimizer, _ranks_of_replicated(modules_of_process()))
         return bool(self._of_shared_model[optimizer])
 
     def drop(self, integrations: Sequence[Integration]) -> None:
@@ -289,28 +289,6 @@ def _obstacle() -> str:
     return ""
 
 
-def _alive(kind: type[T]) -> list[T]:
-    """Return every live object of this type. The check uses `type`, not `isinstance`, which would run the code of lazy
-    proxies.
-    """
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def _modules() -> list[nn.Module]:
-    return [each for each in _alive(nn.Module) if "_modules" in vars(each)]
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that belong to the module itself. Its class may have another `parameters` method."""
-    return [each for each in module._parameters.values() if each is not None]
-
-
-def _roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return modules that no other module contains."""
-    inner = {id(child) for module in modules for child in module._modules.values()}
-    return [module for module in modules if id(module) not in inner]
-
-
 def _data_parallel(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [module for module in modules if isinstance(module, DistributedDataParallel)]
 
@@ -321,7 +299,7 @@ def _ranks_of_replicated(modules: Sequence[nn.Module]) -> dict[int, int]:
     for model in _data_parallel(modules):
         mesh = vars(model).get("device_mesh")
         number = model.process_group.size() if mesh is None else _ranks_of_mesh(mesh)
-        found |= {id(each): number for each in nn.Module.parameters(model)}
+        found |= {id(each): number for part in modules_within(model) for each in own_parameters(part)}
     return found
 
 
@@ -343,15 +321,15 @@ def _updates_parts(modules: Sequence[nn.Module]) -> bool:
     """Return whether an optimizer updates tensors that are parameters of no model. If these are this rank's parts of the
     models, as with ZeRO, the job gathers the others' after the optimizer's step, which the first step does not show.
     """
-    of_models = {id(each) for module in modules for each in _own_parameters(module)}
-    groups = (group["params"] for optimizer in _alive(torch.optim.Optimizer) for group in optimizer.param_groups)
+    of_models = {id(each) for module in modules for each in own_parameters(module)}
+    groups = (group["params"] for optimizer in alive(torch.optim.Optimizer) for group in optimizer.param_groups)
     return any(id(each) not in of_models for group in groups for each in group)
 
 
 def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
     """Return why nothing can be switched if only some ranks train a model, because they need not step with the others."""
     whole = num_ranks()
-    parameters = [each for module in modules for each in _own_parameters(module) if each.requires_grad]
+    parameters = [each for module in modules for each in own_parameters(module) if each.requires_grad]
     meshes = {each.device_mesh for each in parameters if isinstance(each, DTensor)}
     fewest = min([*_ranks_of_replicated(modules).values(), *map(_ranks_of_mesh, meshes)], default=whole)
     if fewest >= whole:
@@ -365,8 +343,8 @@ def _of_some_ranks(modules: Sequence[nn.Module]) -> str:
 def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the FSDP2 models; roots that have parts in common, such as two modules around one model, are one."""
     found: list[tuple[set[nn.Module], list[nn.Module]]] = []  # parts, and the roots that have them
-    for root in _roots(modules):
-        parts, roots = {each for each in root.modules() if isinstance(each, FSDPModule)}, [root]
+    for root in roots_of(modules):
+        parts, roots = {each for each in modules_within(root) if isinstance(each, FSDPModule)}, [root]
         for others in [each for each in found if not parts.isdisjoint(each[0])]:
             found.remove(others)
             parts, roots = parts | others[0], others[1] + roots
@@ -377,8 +355,8 @@ def _sharded_roots(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 def _parts_by_kind(modules: Sequence[nn.Module]) -> dict[str, list[list[nn.Module]]]:
     """Return the parallel models by kind, each as the modules that make it one, with the words for a line."""
-    roots = _roots(modules)
-    sharded = [[each for each in root.modules() if isinstance(each, FSDPModule)] for root in roots]
+    roots = roots_of(modules)
+    sharded = [[each for each in modules_within(root) if isinstance(each, FSDPModule)] for root in roots]
     split = [tensor_parallel.waiting_linears(root) for root in roots]
     spread = [expert_parallel.waiting_experts(root) for root in roots]
     return {

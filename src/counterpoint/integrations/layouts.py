@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from counterpoint.integrations.closures import bound_in, closure_of, original_forward, uses
+from counterpoint.integrations.module_tree import modules_within, named_modules
 from counterpoint.integrations.sequence_shards import Route
 from counterpoint.integrations.sharding_configs import (
     WHOLE,
@@ -243,7 +244,7 @@ def gathering_hook(module: nn.Module) -> GatheringHook | None:
         style, mesh = found.get("self"), found.get("device_mesh")
         if not isinstance(style, PrepareModuleInput) or style.with_kwargs or not style.input_layouts:
             continue
-        if style.use_local_output or any(map(_takes_local, module.modules())):
+        if style.use_local_output or any(map(_takes_local, modules_within(module))):
             continue
         pairs = enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         positions = tuple(number for number, (given, wanted) in pairs if is_sequence(given) and wanted == Replicate())
@@ -307,7 +308,7 @@ def _obstacle_in(module: nn.Module) -> str:
     with whole weights, would gather once more.
     """
     is_plain = has_plain_tensors(module)
-    for name, each in module.named_modules():
+    for name, each in named_modules(module):
         if not is_plain and _takes_local(each):
             return f"{name or 'its forward'} takes a rank's part of DTensors"
         config = None if each is module else config_of(each)

@@ -46,6 +46,7 @@ from counterpoint.integrations.layouts import (
     linear_layout,
 )
 from counterpoint.integrations.megatron_linears import MegatronForward
+from counterpoint.integrations.module_tree import modules_within, named_modules
 from counterpoint.integrations.overlapped import Overlapped, is_overlapped
 from counterpoint.integrations.parallel_linears import (
     AllReduceForward,
@@ -85,11 +86,11 @@ def overlap(module: nn.Module, *, schedule: ScheduleDescription | None = None, i
 def _take_linears(overlapped: Overlapped, module: nn.Module, text: str) -> None:
     """Take all linears of a model that are supported. Raises `IntegrationError` if there is none."""
     # FSDP2's weights are DTensors, too
-    sharded = {part for each in module.modules() if isinstance(each, FSDPModule) for part in each.modules()}
-    parallel = [(name, each) for name, each in module.named_modules() if is_parallel(each)]
+    sharded = {part for each in modules_within(module) if isinstance(each, FSDPModule) for part in modules_within(each)}
+    parallel = [(name, each) for name, each in named_modules(module) if is_parallel(each)]
     overlapped.require_new(parallel, ParallelForward)
     linears = [(name, each) for name, each in parallel if each not in sharded or is_split(each)]
-    others = [(name, each, family) for name, each in module.named_modules() if (family := _family_of(each))]
+    others = [(name, each, family) for name, each in named_modules(module) if (family := _family_of(each))]
     overlapped.require_new([(name, each) for name, each, _ in others], PlainForward)
     require(
         bool(linears or others),
@@ -97,7 +98,7 @@ def _take_linears(overlapped: Overlapped, module: nn.Module, text: str) -> None:
         f"{type(module).__name__} has no linear that parallelize_module has split, and no parallel one of Megatron-LM "
         "or TransformerEngine. Parallelize it first.",
     )
-    gathering = {name: found for name, each in module.named_modules() if (found := gathering_hook(each))}
+    gathering = {name: found for name, each in named_modules(module) if (found := gathering_hook(each))}
     boundaries = _boundaries_in(module)
     left = [name for name, each in boundaries.items() if each.dims]
     shared = {name: SharedInput() for name in (*gathering, *left)}
@@ -133,13 +134,13 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
     boundaries = _boundaries_in(module)
     return [
         each
-        for name, each in module.named_modules()
+        for name, each in named_modules(module)
         if is_parallel(each)
         and not is_overlapped(each, ParallelForward)
         and not isinstance(_layout_within(name, each, boundaries), str)  # FSDP2's weights are DTensors as well
     ] + [
         each
-        for each in module.modules()
+        for each in modules_within(module)
         if (family := _family_of(each)) and not is_overlapped(each, PlainForward) and not _refusal_by(family, each)
     ]
 
@@ -147,7 +148,7 @@ def waiting_linears(module: nn.Module) -> list[nn.Module]:
 def why_none_waits(module: nn.Module) -> str:
     """Return why `overlap` cannot take the first of the linears in the module that it cannot take; nothing without any."""
     boundaries = _boundaries_in(module)
-    for name, each in module.named_modules():
+    for name, each in named_modules(module):
         if is_parallel(each) and is_split(each) and isinstance(reason := _layout_within(name, each, boundaries), str):
             return f"{name or 'the linear'}: {reason}"
         if (family := _family_of(each)) and (reason := _refusal_by(family, each)):
@@ -157,7 +158,7 @@ def why_none_waits(module: nn.Module) -> str:
 
 def _boundaries_in(module: nn.Module) -> dict[str, Boundary]:
     """Return the modules by name whose inputs torchtitan 0.3 redistributes, with what it does."""
-    return {name: found for name, each in module.named_modules() if (found := boundary_of(each))}
+    return {name: found for name, each in named_modules(module) if (found := boundary_of(each))}
 
 
 def _layout_within(name: str, linear: nn.Module, boundaries: dict[str, Boundary]) -> LinearLayout | str:

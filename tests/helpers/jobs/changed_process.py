@@ -1,5 +1,5 @@
 """A rank that changes its process as jobs do: tensors have another default device, standard error is an object without
-`flush`, logs go to standard output, and a module has a `parameters` method of its own. It all-reduces gradients itself.
+`flush`, logs go to standard output, and modules have methods of their own. It all-reduces gradients itself.
 """
 
 import contextlib
@@ -20,6 +20,15 @@ class Net(nn.Module):
 
     def parameters(self):  # type: ignore[no-untyped-def,override]
         return self.inner.parameters()
+
+
+class Forbidding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["children"] = []
+
+    def named_modules(self, *args, **kwargs):  # type: ignore[no-untyped-def,override]
+        raise ValueError("not supported, as in torch's RemoteModule")
 
 
 class WithoutFlush:
@@ -44,11 +53,12 @@ if __name__ == "__main__":
     logging.basicConfig(stream=sys.stdout, format="%(name)s %(message)s", level=logging.INFO)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    net = Net()
+    net, other = Net(), nn.Sequential(Forbidding())
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     torch.set_default_device("meta")
     with contextlib.redirect_stderr(WithoutFlush(sys.stderr)):
         train(net, optimizer)
+    assert len(other) == 1
     weight = net.inner.weight.detach().double().sum().item()
     logging.info("rank %d: %r", dist.get_rank(), weight)
     dist.destroy_process_group()

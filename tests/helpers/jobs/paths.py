@@ -223,7 +223,7 @@ def train(kind: str, variant: str) -> None:
     in_use = by_hand("bare", None) if variant == "replaces_later" else in_use
     if variant == "broken" and rank == 1:
         job_paths = importlib.import_module("counterpoint.integrations.job_paths")
-        vars(job_paths)["_modules"] = lambda: {}["a module"]
+        vars(job_paths)["modules_of_process"] = lambda: {}["a module"]
     joined = contextlib.ExitStack()
     num_more = 12 if (variant, 2 * rank // num_ranks) in (("uneven", 1), ("rejoined", 1), ("halves", 1)) else 0
     for step in range(1, NUM_STEPS + 1 + num_more):
