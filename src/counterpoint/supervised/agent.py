@@ -360,7 +360,8 @@ def agent_of_job() -> JobAgent:
     """
     logger = logging.getLogger("counterpoint")
     logger.propagate = False
-    logger.addHandler(SaidRecords())
+    if not any(isinstance(each, SaidRecords) for each in logger.handlers):  # a forked child has those of its parent
+        logger.addHandler(SaidRecords())
     return JobAgent(Path(os.environ[DIRECTORY_VARIABLE]))
 
 
