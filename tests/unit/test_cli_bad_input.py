@@ -462,7 +462,7 @@ def test_an_error_line_repeats_little_of_what_it_found(tmp_path: Path, content: 
 
 def test_names_on_the_command_line_are_shortened_and_an_empty_one_is_told() -> None:
     assert len(refusal("tune", "n" * 5000)) < 600
-    assert len(refusal("machines", "n" * 5000)) < 300
+    assert len(refusal("machines", "n" * 5000)) < 400
     assert "'' is empty; STEP must be a trace (.json, .json.gz, .sqlite)" in refusal("tune", "")
 
 
