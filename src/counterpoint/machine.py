@@ -6,6 +6,7 @@ AMD, a compute unit is modeled as an SM, a workgroup as a CTA and a wavefront as
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -319,6 +320,11 @@ def load_machine(name_or_path: Path | str) -> Machine:
             f"Unknown machine '{shown(name_or_path)}'. Known: {', '.join(names)}; or give the path of a machine "
             "file (.toml)."
         )
+    return _shipped(name)
+
+
+@cache
+def _shipped(name: str) -> Machine:
     return msgspec.convert(_shipped_figures(name), Machine)
 
 
@@ -354,6 +360,7 @@ def save_template(name_or_path: Path | str, path: Path | str) -> None:
     save_text(path, text, copy_output(MACHINE.name, text), MachineError)
 
 
+@cache
 def machine_for_device(device_name: str) -> Machine | None:
     """Return the shipped machine whose GPU reports the name `device_name`, or None."""
     for name in machine_names():

@@ -35,7 +35,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(found, "obstacle_of", lambda issued, num_ranks: "")
     blocks = SimpleNamespace(row_bytes=0, got=[(0, 4), (4, 8)], given=[(0, 4), (4, 8)])
     monkeypatch.setattr(found, "cut", lambda issued, rank, num_ranks: blocks)
-    monkeypatch.setattr(found, "whereabouts_of", lambda address: found.IpcMemory(allocation=b"", offset=0))
+    monkeypatch.setattr(found, "ipc_memory_of", lambda address: found.IpcMemory(allocation=b"", offset=0))
     monkeypatch.setattr(found, "PeerMemory", MagicMock())
     monkeypatch.setattr(found, "Flags", MagicMock())
     recorder = MagicMock()

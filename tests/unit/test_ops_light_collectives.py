@@ -66,7 +66,7 @@ def launches(module: Any, monkeypatch: pytest.MonkeyPatch, *collectives: Any) ->
     )
     monkeypatch.setattr(module, "runtime_of", lambda name, device: runtime)
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(module, "whereabouts_of", lambda address: module.IpcMemory(allocation=b"", offset=address))
+    monkeypatch.setattr(module, "ipc_memory_of", lambda address: module.IpcMemory(allocation=b"", offset=address))
     memory = MagicMock()
     memory.return_value.address_of.side_effect = lambda place: place.offset + OTHER
     monkeypatch.setattr(module, "PeerMemory", memory)

@@ -102,12 +102,6 @@ def read_command(words: Sequence[str], environment: Mapping[str, str]) -> ReadCo
     return reader.result()
 
 
-def _path_of_module(name: str) -> str:
-    """Return the file that `python -m` runs for a module of the current folder; there may be none."""
-    path = Path(*name.split("."))
-    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
-
-
 class _Reader:
     """Reads the words once; `_rest` holds the words not read yet."""
 
@@ -400,6 +394,12 @@ def _is_launcher(words: Sequence[str]) -> bool:
 
 def _is_script(word: str) -> bool:
     return word.endswith(".py") and not word.startswith("-")
+
+
+def _path_of_module(name: str) -> str:
+    """Return the file that `python -m` runs for a module of the current folder; there may be none."""
+    path = Path(*name.split("."))
+    return str(path / "__main__.py" if path.is_dir() else path.with_suffix(".py"))
 
 
 def _name(word: str) -> str:

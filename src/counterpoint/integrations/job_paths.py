@@ -9,7 +9,7 @@ them.
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TypeVar, final
+from typing import final
 from weakref import WeakSet
 
 import torch
@@ -46,7 +46,6 @@ from counterpoint.step import REDUCING_COLLECTIVES, CollectiveKind
 from counterpoint.units import format_count
 
 Counting = tensor_parallel.Overlapped | ddp.BucketAverages | CollectiveCounts
-T = TypeVar("T")
 Key = tuple[str, str]  # a control's tag, and its target
 # calls by copies, those of them in place, those replayed, calls by the library, those of them in operators, bytes
 Counts = tuple[int, ...]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from counterpoint.integrations.closures import bound_in, closure_of, original_forward, uses
-from counterpoint.integrations.module_tree import modules_within, named_modules
+from counterpoint.integrations.module_tree import modules_within, named_modules, own_parameters
 from counterpoint.integrations.sequence_shards import Route
 from counterpoint.integrations.sharding_configs import (
     WHOLE,
@@ -319,7 +319,7 @@ def _obstacle_in(module: nn.Module) -> str:
         is_column = (
             0 in weights_of(each)
             if is_plain
-            else any(isinstance(own, DTensor) and own.placements[-1] == Shard(0) for own in each.parameters(recurse=False))
+            else any(isinstance(own, DTensor) and own.placements[-1] == Shard(0) for own in own_parameters(each))
         )
         is_taken = is_column and isinstance(each, nn.Linear) and not isinstance(linear_layout(each), str)
         if not is_taken and (is_column or any(given in WHOLE for given, _ in inputs_of(config).values())):

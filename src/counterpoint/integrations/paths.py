@@ -206,9 +206,9 @@ def path_problems(paths: Paths, offers: Iterable[PathOffer]) -> dict[str, str]:
     for target, fitting in wanted:
         if not fitting:
             besides = " besides what is overlapped" if paths.overlaps_matmuls or paths.overlaps_experts else ""
-            reason = f"the job has no model{besides} that could take it"
+            or_calls = "" if target in (MATMULS, EXPERTS) else NO_LARGE_CALL
             is_of_job = target == WORDS["all_to_all"]  # no model calls these
-            found[target] = NO_EXCHANGE if is_of_job else reason if target in (MATMULS, EXPERTS) else reason + NO_LARGE_CALL
+            found[target] = NO_EXCHANGE if is_of_job else f"the job has no model{besides} that could take it{or_calls}"
         elif all(offer.refusal for offer in fitting):
             found[target] = fitting[0].refusal
     return found

@@ -18,7 +18,7 @@ from counterpoint.cuda.driver import Handle, check
 from counterpoint.cuda.driver_graph import CopyGraph
 from counterpoint.errors import DeviceError, cause_of
 from counterpoint.ops.agreement import exchange_values
-from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, whereabouts_of
+from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, ipc_memory_of
 from counterpoint.ops.recorded_copies import NUM_FLAGS, Destinations, Parts, Recorder
 from counterpoint.ops.replacements import places_of, replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
@@ -113,9 +113,9 @@ class DirectCopies:
         issued, rows = parts.issued, parts.rows
         try:
             return Landing(
-                place=whereabouts_of(issued.got.address if rows is None else rows.data_ptr()),
+                place=ipc_memory_of(issued.got.address if rows is None else rows.data_ptr()),
                 offsets=tuple(start for start, _ in parts.blocks.got),
-                sums=whereabouts_of(issued.got.address) if issued.collective == "all_reduce" else None,
+                sums=ipc_memory_of(issued.got.address) if issued.collective == "all_reduce" else None,
             )
         except DeviceError as problem:
             return Landing(obstacle=str(problem).rstrip("."))

@@ -17,7 +17,7 @@ from counterpoint.cuda.driver_graph import LightLaunch
 from counterpoint.errors import DeviceError
 from counterpoint.ops.agreement import exchange_values
 from counterpoint.ops.light_kernels import PUSH, REDUCE, WORD_BYTES, LightSignals, Moves, launch_of
-from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, whereabouts_of
+from counterpoint.ops.peer_memory import IpcMemory, PeerMemory, ipc_memory_of
 from counterpoint.ops.replacements import replace_collectives, share_obstacles
 from counterpoint.ops.runtime import runtime_of
 from counterpoint.ops.symmetric import SymmetricMemory
@@ -86,8 +86,8 @@ class LightCollectives:
             return Reach(obstacle=obstacle)
         try:
             return Reach(
-                given=whereabouts_of(issued.given.address),
-                got=whereabouts_of(issued.got.address),
+                given=ipc_memory_of(issued.given.address),
+                got=ipc_memory_of(issued.got.address),
                 starts=tuple(start for start, _ in blocks.got),
             )
         except DeviceError as problem:

@@ -23,7 +23,7 @@ class IpcMemory(Value, frozen=True, kw_only=True):
     offset: int
 
 
-def whereabouts_of(address: int) -> IpcMemory:
+def ipc_memory_of(address: int) -> IpcMemory:
     """Return the location of the memory at `address`. Raises `DeviceError` for memory that other processes cannot open."""
     base, _ = check("Finding an allocation", cu.cuMemGetAddressRange(cu.CUdeviceptr(address)))
     error, handle = cu.cuIpcGetMemHandle(base)

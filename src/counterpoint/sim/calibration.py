@@ -386,15 +386,12 @@ def _assumed(entry: AnyConstant, base: Calibration) -> AnyConstant:
     return msgspec.structs.replace(entry, status="assumed", source=f"as {base.device_name}: {entry.source}")
 
 
-_machine_for_device = cache(machine_for_device)
-
-
 def own_loads_scale(device_name: str, machine: Machine) -> float:
     """Return by how much larger a share of the memory's bandwidth a kernel that waits for its own loads reaches on this
     machine than on the calibrated GPU. Its rate follows the SMs and their clock: softmax takes as long on an H100 as on an
     H200, whose memory is 1.43 times as fast.
     """
-    calibrated = _machine_for_device(device_name)
+    calibrated = machine_for_device(device_name)
     if calibrated is None or device_name in machine.device_names:
         return 1.0
     ours, theirs = machine.gpu, calibrated.gpu

@@ -65,7 +65,7 @@ def _num_tried(candidates: Sequence[LiveCandidate], room: Room) -> int:
 
 
 def propose(
-    censuses: Sequence[KernelReport],
+    reports: Sequence[KernelReport],
     gpu: JobGpu | None,
     settings: LiveSettings,
     room: Room,
@@ -73,8 +73,8 @@ def propose(
 ) -> Trials:
     """Return candidates from the kernels and the offers of all ranks, the given plan first, as many as fit the budget."""
     seen: dict[str, SeenFunction] = {}
-    for census in censuses:
-        for function in census.functions:
+    for report in reports:
+        for function in report.functions:
             seen.setdefault(function.name, function)
     of_paths = propose_paths(offers, keeps_bits=settings.keeps_bits)
     proposal = propose_live(list(seen.values()), gpu)

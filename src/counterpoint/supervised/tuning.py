@@ -225,9 +225,9 @@ class LiveTuner:
         """Let every rank report its launched kernels; let rank 0 announce what is tried, and the first turns."""
         exchange, offered_at = self._job.exchange, self._follower.step
         functions = self._job.table.state().functions
-        census = KernelReport(functions=functions)
+        report = KernelReport(functions=functions)
         self._follower.in_force.see_launches(functions)
-        exchange.offer(f"{topic}/census", msgspec.json.encode(census).decode())
+        exchange.offer(f"{topic}/census", msgspec.json.encode(report).decode())
 
         def conduct() -> Announcement | None:
             texts = exchange.gathered(f"{topic}/census")
